@@ -5,7 +5,8 @@ every topology, and what ranks and microbatches add up are the gradients of lane
 exact, so their order does not matter: `par_precision.ExactSums` has the argument.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,7 @@ class GridPlugin(Plugin):
 
     def __init__(self) -> None:
         self.sums: ExactSums | None = None
+        self._lanes = 1  # of this data rank
 
     def setup_model(self, model: nn.Module, optimizer: Optimizer | None, strategy: Setup) -> nn.Module:
         """Register hooks on the parameters, after this rank's stages are known and before anything is packed."""
@@ -39,9 +41,23 @@ class GridPlugin(Plugin):
         _check(model, strategy)
         lanes = strategy.options.lanes
         assert lanes is not None  # noqa: S101 - the options have been checked
+        self._lanes = lanes // strategy.groups.size(strategy.data_axes)
         self.sums = ExactSums(losses=lanes, replicas=strategy.groups.size(strategy.data_axes))
         self.sums.attach(model)
         return model
+
+    @contextmanager
+    def accumulating(self, models: Iterable[nn.Module], optimizer: Optimizer) -> Iterator[None]:
+        """A context for a backward pass of one lane in a loop of the user's own.
+
+        Only the last lane of a data rank reduces. Each reduction ends with a cast to the optimizer's dtype, and a sum
+        of rounded sums would depend on how many lanes a rank has.
+        """
+        with ExitStack() as stack:
+            if optimizer.scaling.loss_weights.number + 1 < self._lanes:  # type: ignore[attr-defined]
+                for model in models:
+                    stack.enter_context(model.no_sync())  # type: ignore[operator]
+            yield
 
 
 class ExactPlugin(Plugin):

@@ -20,7 +20,7 @@ from par_precision import MixedOptimizer
 
 from .batches import BatchReader
 from .bundles import ModelBundle
-from .canonical import LaneExecution
+from .canonical import GridPlugin, LaneExecution
 from .execute import Criterion, Execution
 from .files import RunState, StrategyFiles
 from .initialize import check_objects, wire
@@ -77,7 +77,8 @@ class Strategy(StrategyFiles):
         self._state = RunState(self.randomness, self.groups.rank(self.data_axes))
         self._checkpoints = {}
         self._executions: dict[nn.Module, Execution] = {}
-        self._make_execution = Execution if self.options.numerics is None else LaneExecution
+        self._grid = next((plugin for plugin in self.plugins if isinstance(plugin, GridPlugin)), None)
+        self._make_execution = Execution if self._grid is None else LaneExecution
         self._hooks: list[RemovableHandle] = []  # on models and optimizers, which may outlive the strategy
         self._checked_losses: set[Optimizer] = set()
         self.comparison = BatchComparison(self.groups["tensor"], self.groups["pipeline"])
@@ -253,7 +254,8 @@ class Strategy(StrategyFiles):
         loss = bundle.loss_factor.of(loss)
         loss = loss if factor == 1.0 else loss * factor
         if isinstance(optimizer, MixedOptimizer):
-            optimizer.backward(loss, weight=weight)
+            with nullcontext() if self._grid is None else self._grid.accumulating(bundle.models, optimizer):
+                optimizer.backward(loss, weight=weight)
         elif weight is None:
             loss.backward()
         else:

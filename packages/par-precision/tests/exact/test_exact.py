@@ -1,0 +1,63 @@
+"""Sums that do not depend on their order: gradients on a grid, and squares in whole numbers."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from par_precision.exact.grid import LIMIT, on_grid
+from par_precision.exact.squares import exact_squares, squares_of
+
+floats = st.floats(-1, 1, width=32)
+
+
+@given(st.lists(floats, min_size=1, max_size=40), st.randoms())
+def test_sums_of_gradients_on_the_grid_do_not_depend_on_their_order(values, random):
+    gradients = list(on_grid(torch.tensor(values) / len(values)))
+    total = sum(gradients, torch.zeros((), dtype=torch.float64))
+    random.shuffle(gradients)
+    middle = random.randrange(len(gradients) + 1)
+    zero = torch.zeros((), dtype=torch.float64)
+    assert total == sum(gradients[:middle], zero) + sum(gradients[middle:], zero)
+    assert total == math.fsum(float(gradient) for gradient in gradients)
+
+
+@given(floats)
+def test_the_grid_changes_a_number_by_at_most_half_a_unit(value):
+    on = float(on_grid(torch.tensor(value)))
+    assert abs(on - value) <= 2.0**-51
+    assert (on * 2.0**50).is_integer()
+
+
+def test_numbers_off_the_grid_have_sums_that_depend_on_their_order():
+    """So the first test can fail."""
+    values = [1.0, 2.0**-53, 2.0**-53]
+    assert (values[0] + values[1]) + values[2] != values[0] + (values[1] + values[2])
+    assert LIMIT == 2.0**3  # 53 bits from 2**-50 upwards
+
+
+@given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=50), st.randoms())
+def test_squares_have_the_same_words_in_any_order_and_split(values, random):
+    elements = torch.tensor(values)
+    top = elements.abs().amax().double()
+    words = exact_squares([elements], top)
+    random.shuffle(values)
+    middle = random.randrange(len(values) + 1)
+    parts = [torch.tensor(values[:middle]), torch.tensor(values[middle:])]
+    assert torch.equal(words, exact_squares(parts[:1], top) + exact_squares(parts[1:], top))
+    # 60 bits below the largest square are kept of each; the result is rounded to fp64 a few times.
+    expected = math.fsum(value * value for value in values)
+    assert float(squares_of(words, top)) == pytest.approx(expected, rel=1e-14)
+
+
+def test_squares_of_gradients_below_the_range_of_fp32_powers_are_right():
+    values = torch.tensor([3e-40, 4e-40], dtype=torch.float64)
+    top = values.abs().amax()
+    assert float(squares_of(exact_squares([values], top), top)) == pytest.approx(2.5e-79, rel=1e-12)
+
+
+def test_squares_of_zeros_are_zero():
+    top = torch.zeros((), dtype=torch.float64)
+    assert float(squares_of(exact_squares([torch.zeros(3)], top), top)) == 0
