@@ -215,7 +215,7 @@ def test_a_gradient_that_is_twice_too_large_is_found_by_name():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"numerics": "exact"}, "it is unknown; pass 'canonical'"),
+        ({"numerics": "exact"}, "it is unknown; pass 'ordinary' or 'canonical'"),
         ({"lanes": 4}, "ordinary numerics have no lanes"),
         ({"numerics": "canonical"}, "need a number of lanes"),
         ({"numerics": "canonical", "lanes": 3}, "do not divide among 2 data ranks"),
@@ -247,7 +247,8 @@ class Dropping(nn.Module):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    ("layer", "message"), [(nn.Dropout(0.1), "dropout p=0.1"), (nn.BatchNorm1d(4), "running statistics")]
+    ("layer", "message"),
+    [(nn.Dropout(0.1), "dropout p=0.1: its random numbers"), (nn.BatchNorm1d(4), "running statistics")],
 )
 def test_layers_whose_result_depends_on_the_rank_are_refused(layer, message):
     model = Dropping(layer)

@@ -41,6 +41,8 @@ class TrainingState:
         text: Hash of the text.
         model: Hash of the Hugging Face Transformers model that training started from; "" for the byte GPT.
         kept: Options that must stay the same when the run resumes, by name.
+        numerics: What the bits of a canonical run depend on; empty for ordinary numerics.
+        digest: Digest of the weights of a canonical run; "" for ordinary numerics.
     """
 
     step: int
@@ -49,6 +51,8 @@ class TrainingState:
     text: str
     model: str = ""
     kept: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    numerics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    digest: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,8 +64,23 @@ def check_config(options: Options, world_size: int) -> Topology:
             f"train.batch_size {options.train.batch_size} does not divide by {replicas} data ranks; it is the batch of "
             f"all ranks together: use {near}, or another number of ranks"
         )
+    _check_lanes(options, replicas)
     _check_schedule(options, topology)
     return topology
+
+
+def _check_lanes(options: Options, replicas: int) -> None:
+    """Check that canonical numerics have lanes that divide the batch, and that ordinary ones have none."""
+    if (options.numerics == "canonical") != bool(options.lanes):
+        raise UserError(
+            f"numerics {options.numerics} with lanes {options.lanes}: canonical numerics need a number of lanes, and "
+            "ordinary ones have none; set both, such as --numerics canonical --lanes 8"
+        )
+    if options.lanes and (options.train.batch_size % options.lanes or options.lanes % replicas):
+        raise UserError(
+            f"lanes {options.lanes} must divide train.batch_size {options.train.batch_size}, and {replicas} data ranks "
+            f"must divide lanes; use lanes {options.train.batch_size}, or another batch"
+        )
 
 
 def check_kind(options: Options) -> None:
@@ -171,8 +186,10 @@ def _check_schedule(options: Options, topology: Topology) -> None:
     ranks = topology.size("pipeline")
     if ranks == 1:
         return
-    microbatches = microbatches_of(options.pipeline.microbatches, ranks)
-    rows = options.train.batch_size // topology.size(data_axes(topology))
+    replicas = topology.size(data_axes(topology))
+    given = options.lanes // replicas if options.lanes else options.pipeline.microbatches
+    microbatches = microbatches_of(given, ranks)
+    rows = options.train.batch_size // replicas
     if rows < microbatches:
         what = "rows" if options.model.folder else "windows"
         raise UserError(

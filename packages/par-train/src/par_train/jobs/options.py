@@ -276,6 +276,10 @@ class Options:
         "activation checkpointing: cheap (norms and activation functions), layers, layers:2 (every second layer), "
         "keep:0.4 or keep:6GB (fewest recomputations within that budget); default: off",
     )
+    numerics: Literal["ordinary", "canonical"] = option(
+        "ordinary", "canonical: the same weights under every number of data and pipeline ranks, to the last bit"
+    )
+    lanes: int = option(0, "with numerics canonical: number of microbatches of a step, over all data ranks", low=0)
     seed: int = option(0, "seed of the weights and of the data order", low=0, high=2**63 - 1)
     gradient_handlers: tuple[Mapping[str, Any], ...] = option(
         (), 'gradient handlers that run before each step, such as [{type = "mine"}]; default: the built-in handlers'

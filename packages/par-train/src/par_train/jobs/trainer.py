@@ -22,7 +22,9 @@ from par_precision import MixedOptimizer, Step
 
 from .._errors import TrainingError, UserError
 from ..run.metrics import load_of
+from ..run.output import say
 from ..run.stop import FAILED
+from ..strategy.canonical import warn_of_other_bits
 from ..strategy.strategy import Strategy
 from .byte_gpt import ByteGPT
 from .checkpoint import Origin, TrainingState, write_checkpoint
@@ -90,7 +92,9 @@ class Trainer:
             precision=options.precision,
             zero=options.zero,
             clip_norm=options.train.clip_norm,
-            pipeline=asdict(options.pipeline),
+            pipeline={name: value for name, value in asdict(options.pipeline).items() if value},
+            numerics=options.numerics,
+            lanes=options.lanes or None,
             gradient_handlers=options.gradient_handlers,
             plugins=options.plugins,
             seed=options.seed,
@@ -230,10 +234,21 @@ class Trainer:
             text=self.data.digest,
             model=self.recipe.source_digest,
             kept=self.recipe.kept_options(),
+            numerics=self.strategy.environment_of_bits,
+            digest=self._digest(),
         )
         parts = self._parts()
         with self.recipe.files(self.model) as files:
             return write_checkpoint(place, state, **{**parts, "format": replace(parts["format"], **files)})
+
+    def _digest(self) -> str:
+        """Return the digest of the weights, and print it on rank 0; "" for ordinary numerics. Collective."""
+        if self.options.numerics == "ordinary":
+            return ""
+        digest = str(self.strategy.digest(self.model))
+        if self.strategy.is_master:
+            say(f"par-train: step {self.step} has digest {digest}")
+        return digest
 
     def restore(self, origin: Origin) -> None:
         """Load this rank's part of a checkpoint, and go to its position in the data. Collective.
@@ -245,6 +260,7 @@ class Trainer:
             self._loader.load_state_dict({"samples": origin.state.samples})
         except ValueError as error:
             raise UserError(f"train.batch_size {self.options.train.batch_size}: {error}") from None
+        warn_of_other_bits(origin.state.numerics, self.strategy.environment_of_bits)
         origin.load(**self._parts())
         self.step = self._first = self.strategy.steps = origin.state.step
         self.samples = origin.state.samples

@@ -5,11 +5,13 @@ every topology, and what ranks and microbatches add up are the gradients of lane
 exact, so their order does not matter: `par_precision.ExactSums` has the argument.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
@@ -21,8 +23,42 @@ from par_precision import ExactSums, TotalWeights
 
 from .._torch_private import tree_leaves
 from .execute import Execution, rows_of
+from .options import StrategyOptions
 from .plugin import Plugin
 from .setup import Setup
+
+
+def environment_of(options: StrategyOptions, device: torch.device) -> dict[str, Any]:
+    """Return what the bits of a canonical run depend on besides its data and options; empty for ordinary numerics.
+
+    Args:
+        options: The options of the strategy.
+        device: The device of this rank.
+    """
+    if options.lanes is None:
+        return {}
+    is_cpu = device.type == "cpu"
+    hardware = torch.backends.cpu.get_cpu_capability() if is_cpu else torch.get_device_module(device).get_device_name()
+    return {"lanes": options.lanes, "torch": torch.__version__, "hardware": hardware}
+
+
+def warn_of_other_bits(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Warn if a canonical run goes on where its bits may differ from those of a run that was not interrupted.
+
+    Args:
+        saved: What `environment_of` returned where the checkpoint was written.
+        here: What it returns here.
+    """
+    if not saved or saved == here:
+        return
+    changed = [
+        f"{name} {value!r} became {here.get(name)!r}" for name, value in saved.items() if value != here.get(name)
+    ]
+    warnings.warn(
+        f"numerics='canonical': {', '.join(changed)}, so the weights from here on may differ in their last bits from "
+        "those of a run that was not interrupted",
+        stacklevel=3,
+    )
 
 
 class GridPlugin(Plugin):
@@ -147,11 +183,14 @@ def _check(model: nn.Module, strategy: Setup) -> None:
                 f"{name!r} is a {type(module).__name__}, whose running statistics depend on the order of lanes; "
                 "canonical numerics need a norm of single rows, such as LayerNorm or GroupNorm"
             )
-        if isinstance(module, _DropoutNd) and module.p > 0:
-            raise ValueError(
-                f"{name!r} has dropout p={module.p}: its random numbers depend on the rank that runs it; canonical "
-                "numerics need p=0"
-            )
+        # nn.Dropout has a `p`; layers that call dropout as a function have attributes such as "attention_dropout".
+        rates = {"p": module.p} if isinstance(module, _DropoutNd) else vars(module)
+        for attribute, rate in rates.items():
+            if (attribute == "p" or "drop" in attribute) and isinstance(rate, float) and rate > 0:
+                raise ValueError(
+                    f"{name!r} has dropout {attribute}={rate}: its random numbers depend on the rank that runs it; "
+                    "canonical numerics need 0"
+                )
     if isinstance(model, PipelineStages) and strategy.groups.size("pipeline") > 1 and any(model.tied):
         names = sorted(name for each in model.tied for name in each)
         raise ValueError(

@@ -13,6 +13,7 @@ from par_layers.pretrained import has_adapters
 from par_precision import MixedOptimizer
 
 from .bundles import ModelBundle
+from .canonical import warn_of_other_bits
 from .pretrained.files import PathLike, load_adapters, save_adapters, save_merged
 from .setup import Setup
 
@@ -26,10 +27,11 @@ class RunState:
     Args:
         randomness: The random numbers of the steps, which count them.
         replica: The index of this rank's replica, whose ranks draw identical random numbers.
+        environment: What the bits of a canonical run depend on; empty for ordinary numerics.
     """
 
-    def __init__(self, randomness: StepRandomness, replica: int) -> None:
-        self._randomness, self._replica = randomness, replica
+    def __init__(self, randomness: StepRandomness, replica: int, environment: Mapping[str, Any]) -> None:
+        self._randomness, self._replica, self._environment = randomness, replica, environment
         # A loader may be dropped before the run ends. Its position is saved all the same: loaders are saved by number.
         self.loaders: list[tuple[ReferenceType[ShardedDataLoader], LoaderPosition]] = []
 
@@ -40,10 +42,12 @@ class RunState:
     def state_dict(self) -> dict[str, Any]:
         """Return the state. Collective."""
         positions = [position.state_dict() for _, position in self.loaders]
-        return {"steps": self._randomness.step, "loaders": positions, "random": gather_random_states(self._replica)}
+        state = {"steps": self._randomness.step, "loaders": positions, "random": gather_random_states(self._replica)}
+        return {**state, "numerics": dict(self._environment)} if self._environment else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state that `state_dict` returned. The topology may differ from the one of the save."""
+        warn_of_other_bits(state.get("numerics", {}), self._environment)
         self._randomness.step = state["steps"]
         for (reference, position), saved in zip(self.loaders, state["loaders"], strict=True):
             loader = reference()

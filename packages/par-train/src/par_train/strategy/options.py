@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 
@@ -72,9 +72,9 @@ class StrategyOptions:
         device: A device, such as "cuda" or "cpu". Default: this rank's accelerator if it has one, else the CPU.
         seed: The seed of weights that are made here, of the order of data, and of torch's generators in each step.
             Strategies of one program that must draw different random numbers need different seeds.
-        numerics: "canonical" makes the weights after each step independent of the topology, to the last bit, on ranks
-            of one kind with one version of torch; see the guide "Same bits". Gradients take 8 bytes per parameter.
-            Default: each topology has its own order of sums.
+        numerics: "ordinary": each topology has its own order of sums. "canonical": the weights after each step do not
+            depend on the topology, to the last bit, on ranks of one kind with one version of torch. Gradients then take
+            8 bytes per parameter.
         lanes: The number of microbatches in a step of canonical numerics, over all data ranks. Data ranks must divide
             it. `execute_pipeline` splits a rank's batch into its lanes; a loop of your own calls `backward` for each.
         broadcast_batches: Whether one rank of each replica reads a data loader and broadcasts its batches to the
@@ -96,7 +96,7 @@ class StrategyOptions:
     plugins: Sequence[Plugin | str] = ()
     device: str = "auto"
     seed: int = 0
-    numerics: str | None = None
+    numerics: Literal["ordinary", "canonical"] = "ordinary"
     lanes: int | None = None
     broadcast_batches: bool = True
 
@@ -136,9 +136,9 @@ class StrategyOptions:
             )
 
     def _check_numerics(self) -> None:
-        if self.numerics not in (None, "canonical"):
-            raise ValueError(f"numerics={self.numerics!r}: it is unknown; pass 'canonical', or leave it out")
-        if self.numerics is None:
+        if self.numerics not in ("ordinary", "canonical"):
+            raise ValueError(f"numerics={self.numerics!r}: it is unknown; pass 'ordinary' or 'canonical'")
+        if self.numerics == "ordinary":
             if self.lanes is not None:
                 raise ValueError(f"lanes={self.lanes}: ordinary numerics have no lanes; add numerics='canonical'")
             return
@@ -190,7 +190,11 @@ class StrategyOptions:
             name: Keyword of `shard`: "precision", "overlap" or "update".
         """
         given = self.zero_keywords.get(name)
-        exact = {"reduce_dtype": torch.float64, "reduce_op": "sum"} if self.numerics and name == "precision" else {}
+        exact = (
+            {"reduce_dtype": torch.float64, "reduce_op": "sum"}
+            if self.numerics == "canonical" and name == "precision"
+            else {}
+        )
         if given is None or isinstance(given, Mapping):
             return {**exact, **(given or {})}
         own = {each.name: value for each in fields(given) if (value := getattr(given, each.name)) != each.default}

@@ -59,7 +59,7 @@ def choose_plugins(options: StrategyOptions, device: str) -> list[Plugin]:
     # Sharding comes before the device, so that a rank never needs memory for the full model.
     first: list[Plugin] = [TensorPlugin(), PipelinePlugin(), DevicePlugin()]
     last: list[Plugin] = [TiedPlugin(), *zero, PrecisionPlugin()]
-    if options.numerics is not None:
+    if options.numerics == "canonical":
         grid = GridPlugin()
         last = [grid, *last, ExactPlugin(grid)]
     built_in = [*first, *recompute, *last]

@@ -20,7 +20,7 @@ from par_precision import MixedOptimizer
 
 from .batches import BatchReader
 from .bundles import ModelBundle
-from .canonical import GridPlugin, LaneExecution
+from .canonical import GridPlugin, LaneExecution, environment_of
 from .execute import Criterion, Execution
 from .files import RunState, StrategyFiles
 from .initialize import check_objects, wire
@@ -74,7 +74,8 @@ class Strategy(StrategyFiles):
         super().__init__(options, choose_plugins)
         self.randomness = StepRandomness(self.options.seed, self.groups, self.data_axes, self.device)
         self._bundles = []
-        self._state = RunState(self.randomness, self.groups.rank(self.data_axes))
+        self.environment_of_bits = environment_of(self.options, self.device)
+        self._state = RunState(self.randomness, self.groups.rank(self.data_axes), self.environment_of_bits)
         self._checkpoints = {}
         self._executions: dict[nn.Module, Execution] = {}
         self._grid = next((plugin for plugin in self.plugins if isinstance(plugin, GridPlugin)), None)
