@@ -13,6 +13,7 @@ from par_precision.exact.grid import on_grid
 from par_precision.exact.squares import exact_squares, squares_of
 from par_testing import storm
 from par_train import Strategy
+from par_train.strategy.canonical import warn_of_other_bits
 
 LANES, TIME, STEPS, CLIP = 12, 16, 4, 0.5
 """1, 2, 3 and 4 data ranks divide the lanes; the norm is above the clip in each step."""
@@ -289,3 +290,11 @@ def test_a_batch_whose_rows_do_not_make_equal_lanes_raises():
 def test_losses_that_do_not_divide_among_replicas_are_refused():
     with pytest.raises(ValueError, match="5 losses a step do not divide among 2 data ranks; choose a multiple of 2"):
         ExactSums(losses=5, replicas=2)
+
+
+def test_another_environment_warns_with_what_has_changed():
+    here = {"lanes": 8, "torch": "2.13.0", "hardware": "AVX2"}
+    warn_of_other_bits({}, here)
+    warn_of_other_bits(here, dict(here))
+    with pytest.warns(UserWarning, match=r"torch '2.11.0' became '2.13.0', so the weights from here on may differ"):
+        warn_of_other_bits({**here, "torch": "2.11.0"}, here)

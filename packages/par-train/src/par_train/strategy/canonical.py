@@ -39,7 +39,7 @@ def environment_of(options: StrategyOptions, device: torch.device) -> dict[str, 
         return {}
     is_cpu = device.type == "cpu"
     hardware = torch.backends.cpu.get_cpu_capability() if is_cpu else torch.get_device_module(device).get_device_name()
-    return {"lanes": options.lanes, "torch": torch.__version__, "hardware": hardware}
+    return {"lanes": options.lanes, "torch": str(torch.__version__), "hardware": hardware}
 
 
 def warn_of_other_bits(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
