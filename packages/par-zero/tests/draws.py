@@ -24,8 +24,8 @@ class Draw:
         self.who = "alike" if setup.alike else random.choice(["alike", "one", "one", "each"])
         self.orders = random.random() < (0.3 if setup.stage == 3 and self.who != "alike" else 0.7)
         self.checkpoint = random.choice([None, None, None, "plain", "reentrant"])
-        # A reentrant checkpoint takes no module twice in a backward, which is a named error of its own.
-        self.repeats = self.checkpoint != "reentrant"
+        # Below stage 3 a module in two reentrant checkpoints of a backward is a named error.
+        self.repeats = self.checkpoint != "reentrant" or setup.stage == 3
         self.frozen = set()
 
     def chance(self, probability):
@@ -67,7 +67,6 @@ class Draw:
 
     def block(self):
         """A forward and a backward, or some of them."""
-        # Stage 3 takes reentrant checkpoints of several forwards to come back in the opposite order.
         more = ["sum", "crossed"] if self.repeats else []
         how = self.random.choice(["once"] * 6 + ["twice", "turned", "lost", "between", *more])
         return self.passes(how, self.runs(), self.runs())
@@ -83,6 +82,9 @@ class Draw:
             return [one, Backward(one.loss, retain=True), Backward(one.loss)]
         if how == "between":
             visit = self.random.choice([Evaluate(self.runs()), Visit("summon"), Visit("state")])
+            # A rank that departs in the forward would gather while the others summon, which no rule orders.
+            if visit == Visit("summon") and self.setup.stage == 3 and self.who != "alike":
+                visit = Visit("state")
             return [one, visit, Backward(one.loss)]
         two = forward(others)
         if how == "lost":

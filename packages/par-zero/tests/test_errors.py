@@ -577,9 +577,9 @@ def test_a_rank_that_dies_in_backward_ends_the_others_with_an_error(stage):
         loss.backward()
 
 
-@for_each_stage
+@for_each(stage=(0, 1, 2))
 @pytest.mark.ranks(2)
-def test_a_layer_in_two_reentrant_checkpoints_is_named(stage):
+def test_layer_in_two_reentrant_checkpoints_is_named(stage):
     from torch.utils.checkpoint import checkpoint
 
     class Twice(nn.Module):

@@ -116,15 +116,15 @@ class Handle:
 
 
 class Flags:
-    """Flags of which each rank can read whether any rank has set them. One all-reduce of int32 numbers per group.
+    """Flags of which each rank can read the largest of any rank. One all-reduce of int32 numbers per group.
 
     Args:
-        flags: Flags of this rank.
+        flags: Flags of this rank: booleans, or small numbers.
         groups: Groups of ranks that exchange the flags, one after the other. The first exchange begins at once.
         device: Device of the exchange.
     """
 
-    def __init__(self, flags: Sequence[bool], groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+    def __init__(self, flags: Sequence[int], groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
         numbers = torch.tensor(flags, dtype=torch.int32)
         self._numbers = numbers if device.type == "cpu" else copy_to_device(numbers, device)
         self._others = groups[1:]
@@ -141,12 +141,12 @@ class Flags:
             self._handle.wait()
             self._numbers, self._copied = copy_to_host(self._numbers)
 
-    def read(self) -> list[bool]:
-        """Return whether any rank has set each flag. The host waits for the result."""
+    def read(self) -> list[int]:
+        """Return the largest number of any rank, for each flag. The host waits for the result."""
         self._handle.wait()
         if self._copied is not None:
             self._copied.synchronize()
-        return [bool(number) for number in self._numbers.tolist()]
+        return [int(number) for number in self._numbers.tolist()]
 
 
 def reduce_scatter(

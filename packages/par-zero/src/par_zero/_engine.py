@@ -90,8 +90,8 @@ class Engine:
         # A user who bounds the reductions in flight states that unused parameters do not depend on data. Chunks then
         # need no common order of closing, which would delay their reductions and hold their memory.
         closes = len(sharers.each) > 1 and (inflight is None or inflight >= len(self._trained))
-        closing = closes or stage.shards_parameters
-        self._reducer = Reducer(self._trained, sharers, inflight, self._meter, closing=closing)
+        programmed = closes or stage.shards_parameters
+        self._reducer = Reducer(self._trained, sharers, inflight, self._meter, programmed=programmed)
         self._closer: Closer | None = None
         if closes and not stage.shards_parameters:
             self._closer = Closer(module, self._trained, self._reducer)
@@ -103,7 +103,7 @@ class Engine:
             flags = sharers.device_of_flags(chunks[0].own.device)
             agreement = Agreement(units, sharers.gathering, flags, self._reducer, flags=FLAGS + (room is not None))
             self._steps = None if room is None else _steps_within(room, units, optimizers, agreement)
-            book = self._steps or PassBook([unit.outer for unit in units])
+            book = self._steps or _pass_book(units)
             executor = Executor(units, book, agreement, self._reducer)
             self._gatherer = Gatherer(module, units, self._reducer, executor, self._meter)
         # The gatherer's hooks come first, because the units that they free belong to the pass.
@@ -352,6 +352,8 @@ class Engine:
     def reset(self) -> None:
         """See `par_zero.reset`."""
         self._wait_for_parameters()
+        if self._gatherer is not None:
+            self._gatherer.catch_up(*self._reducer.connect_resets())
         self._reducer.reset()
         for each in self._optimizers:
             each.splitter.leave()
@@ -539,12 +541,18 @@ class Engine:
             self._arrivals.wait(self._trained if chunks is None else chunks)
 
 
+def _pass_book(units: Sequence[Unit]) -> PassBook:
+    """Make the book of passes."""
+    trained = [[chunk.number for chunk in unit.chunks if chunk.number >= 0] for unit in units]
+    return PassBook([unit.outer for unit in units], trained)
+
+
 def _steps_within(room: Room, units: Sequence[Unit], optimizers: Sequence[Optimizer], agreement: Agreement) -> StepBook:
     """Make the book of steps within a budget of the device."""
     sizes = {unit.label: room.sizes.get(unit.number, 0) for unit in units}
     return StepBook(
         Recording(list(sizes), room.other or partial(_other_bytes, units, optimizers, room)),
-        PassBook([unit.outer for unit in units]),
+        _pass_book(units),
         place=partial(room.place, sizes),
         resident=sum(room.resident.values()),
         most=agreement.most,

@@ -1,8 +1,8 @@
 """The hooks of stage 3: they turn what the model does into events of a program, which gathers and frees units.
 
 - Forward: a unit begins. Its event makes the executor gather its parameters.
-- Backward: the gradient of a unit's output arrives. The units that were called later are closed for reduction, see
-  `Calls`. Then the event of this unit makes the executor gather its parameters.
+- Backward: the gradient of a unit's output arrives. Its event makes the executor reduce the gradients of the units that
+  were called later, and gather the parameters of this unit.
 - End of a pass: all units are freed, except those that a program keeps.
 
 `programs.executor` decides what happens at an event.
@@ -10,19 +10,19 @@
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ._torch_private import compiles_frames, is_compiled, is_in_torch_func, skip_frame, without_torch_functions
 from ._unit import State, Unit
-from .calls.record import Call, Calls
 from .layout.meter import Meter
 from .programs.agreement import PassEnd
 from .programs.book import PassKind
@@ -47,7 +47,6 @@ class Gatherer:
         self, root: nn.Module, units: Sequence[Unit], reducer: Reducer, executor: Executor, meter: Meter
     ) -> None:
         self._units, self._reducer, self._executor, self._meter = tuple(units), reducer, executor, meter
-        self._calls = Calls(len(self._units))
         self._keepers = 0  # number of open `no_sync` and `summon` contexts, in which units stay gathered
         self._summoners = 0
         self._in_backward = False
@@ -55,17 +54,14 @@ class Gatherer:
         # Units that return the same tensor share its mark. The keys are weak, so that a mark does not keep an output.
         self._marks = WeakTensorKeyDictionary()
         self.on_evaluated: Callable[[], None] = lambda: None  # called after each pass without gradients
-        self._skipped: list[int] = []  # units whose backward ran on other ranks only, in this pass
         self._inner_hooks: dict[nn.Module, tuple[RemovableHandle, ...]] = {}  # of the modules within units
         drop = partial(skip_frame(_drop_inner_hooks), self._inner_hooks)
         self._opaque: set[Unit] = set()  # units that returned an object in which no tensor was found
         flats = [chunk.flat for unit in units for chunk in unit.chunks if chunk.flat.is_floating_point()]
         self._dtypes = {(flat.device.type, flat.dtype) for flat in flats}
-        reducer.hooks.compare = partial(executor.end_pass, PassEnd.BACKWARD)
-        reducer.expect_last(units[0].chunks)
+        reducer.hooks.compare = executor.end_reducing
         reducer.hooks.before_last = executor.finish_program
         reducer.hooks.at_end.append(self._end_backward)
-        executor.on_skipped = self._pass_by
         for unit in units:
             unit.side = SideOutputs(_own_modules(unit, units))
             for module in unit.modules:
@@ -145,16 +141,18 @@ class Gatherer:
             for chunk in unit.chunks:
                 chunk.guard(written)
 
+    def catch_up(self, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+        """Gather what any rank has gathered in a pass that has failed: see `Executor.catch_up`."""
+        self._executor.catch_up(groups, device)
+
     def reset(self) -> None:
-        """Free all units, and forget a pass that has failed."""
+        """Free all units, and forget a pass that has failed. Not collective."""
         self.free_all()
-        self._calls.forget()
         self._executor.forget()
 
     def end_step(self) -> None:
         """Free all units after a step of the optimizer, because the gathered parameters are out of date."""
         self.free_all()
-        self._calls.forget()
         self._executor.end_step()
 
     def free_all(self) -> None:
@@ -221,7 +219,6 @@ class Gatherer:
 
     def _enter(self, unit: Unit, *_: Any) -> None:
         """Record that a module of a unit begins, and gather the unit if no outer call has done so."""
-        self._calls.begin()
         unit.running += 1
         if unit.running == 1 or unit.state is not State.SHOWN:
             self._gather(unit)
@@ -233,7 +230,6 @@ class Gatherer:
 
     def _enter_part(self, units: Sequence[Unit], *_: Any) -> None:
         """Record that an inner module of units begins, and gather the units if a caller has called it directly."""
-        self._calls.begin()
         for unit in units:
             # The usual case, a call from within the unit, must cost little. Autocast may begin inside a unit's forward.
             if unit.running and unit.state is State.SHOWN:
@@ -243,15 +239,10 @@ class Gatherer:
                 self._gather(unit)
 
     def _leave_part(self, units: Sequence[Unit], _: nn.Module, __: Any, output: Any) -> None:
-        for unit in units:
-            if not unit.running:
-                break
-        else:  # the usual case: a call from within the units
-            self._calls.end_within()
-            return
         called = [unit for unit in units if not unit.running]
-        self._expect_backward(called, output)
-        self._end_evaluation(output)
+        if called:  # the usual case is a call from within the units
+            self._expect_backward(called, output)
+            self._end_evaluation(output)
 
     def _end_evaluation(self, output: Any) -> None:
         """Free gathered parameters after a forward without a backward: without gradients, or of a frozen module."""
@@ -293,21 +284,16 @@ class Gatherer:
         """Record that a module of some units ends, and hook the gradient of its output, which begins their backward."""
         # torch.func works only within `summon`, where passes free nothing. Hooks would run among its own transforms.
         expects = torch.is_grad_enabled() and not is_in_torch_func()
-        tensors = computed(output) if expects else []
-        if expects:
-            tensors += [tensor for unit in units for tensor in unit.side.computed()]
-        numbers = [unit.number for unit in units]
-        calls = self._calls
-        call = calls.repeat(numbers) if self._in_backward else calls.end(numbers, has_graph=bool(tensors))
         if not expects:
             return
+        tensors = [*computed(output), *(tensor for unit in units for tensor in unit.side.computed())]
         if not tensors and next(tensors_of(output), None) is None and sys.exception() is None:
             self._keep_opaque(units, output)
         if tensors:
             # mode="any": backward needs the parameters as soon as the first gradient of an output arrives.
             mark = self._marks.setdefault(tensors[0], object())
             for unit in units:
-                before = partial(self._before_backward, unit, call, mark)
+                before = partial(self._before_backward, unit, mark)
                 torch.autograd.graph.register_multi_grad_hook(tensors, before, mode="any")
 
     def _keep_opaque(self, units: Sequence[Unit], output: Any) -> None:
@@ -328,7 +314,7 @@ class Gatherer:
                     stacklevel=2,
                 )
 
-    def _before_backward(self, unit: Unit, call: Call, mark: object, _: torch.Tensor) -> None:
+    def _before_backward(self, unit: Unit, mark: object, _: torch.Tensor) -> None:
         """Begin the backward of a unit, because the gradient of its output has arrived.
 
         Units that return the same tensor, such as a block and its last layer, begin together.
@@ -337,43 +323,10 @@ class Gatherer:
             self._executor.begin_backward()
         self._in_backward, self._graphed = True, torch.is_grad_enabled()
         self._reducer.start()
-        # Before the event, which begins the reductions of the closed chunks before it gathers.
-        self._close(self._calls.left_behind(call))
         self._executor.begin_unit_backward(unit, mark, graphed=self._graphed)
         if unit.chunks:
             self._meet(PassEvent(BACKWARD, unit.number, self._keepers > 0))
         unit.show()
-
-    def _close(self, numbers: Iterable[int]) -> None:
-        """Close the chunks of finished units, and of units that no rank will run in the rest of this pass.
-
-        Args:
-            numbers: Numbers of the units for which backward has finished.
-        """
-        uncalled = self._calls.uncalled if self._calls.returned else []
-        uncalled = [number for number in uncalled if not self._executor.is_to_come(number)]
-        self._calls.uncalled = [number for number in self._calls.uncalled if number not in uncalled]
-        # The calls cannot decide for skipped units: a call of an earlier pass remains recorded if the caller keeps its
-        # loss. Autograd reports which gradients this pass computes.
-        skipped = [number for number in self._skipped if not self._may_come_to(number)]
-        self._skipped = [number for number in self._skipped if number not in skipped]
-        # Any code may use the root's parameters at any time, so the root (0) is closed at the end of backward.
-        over = dict.fromkeys((*numbers, *uncalled, *skipped))
-        closed = [chunk for number in over if number for chunk in self._units[number].chunks]
-        if closed:
-            self._reducer.close(closed)
-
-    def _may_come_to(self, number: int) -> bool:
-        """Return whether this pass may still reach a unit that this rank has skipped."""
-        chunks = self._units[number].chunks
-        return self._executor.is_to_come(number) or any(self._reducer.may_bring(chunk) for chunk in chunks)
-
-    def _pass_by(self, number: int) -> None:
-        """Begin the reductions that other ranks begin at the backward of a unit that this rank skips."""
-        if number not in self._skipped:
-            self._skipped.append(number)
-        self._close([])
-        self._reducer.begin(before=self._units[number].chunks)
 
     def _end_backward(self, *, reduced: bool) -> None:
         """End a backward pass. If it reduced gradients, the reducer has compared the ranks already."""
@@ -389,9 +342,7 @@ class Gatherer:
         self._forget_backward()
 
     def _forget_backward(self) -> None:
-        self._calls.end_pass(graphed=self._graphed)
         self._in_backward, self._graphed = False, False
-        self._skipped.clear()
         self._executor.end_backward()
 
     def _show_parts(self, *_: Any) -> None:

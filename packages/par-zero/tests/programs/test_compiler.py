@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from par_zero.programs.compiler import ROOT, compile_pass, find_event
-from par_zero.programs.entries import PassEvent, digest_of
+from par_zero.programs.compiler import ROOT, compile_pass, find_event, place_reductions
+from par_zero.programs.entries import PassEvent, PassProgram, PassSegment, digest_of
 
 FLAT = [frozenset()] + [frozenset({ROOT})] * 5
 EVENTS = st.builds(PassEvent, st.sampled_from("FRB"), st.integers(0, 5), st.booleans())
@@ -13,7 +13,7 @@ EVENTS = st.builds(PassEvent, st.sampled_from("FRB"), st.integers(0, 5), st.bool
 def text_of(program):
     found = []
     for actions, event in program.segments:
-        found += [f"{action.op}:{action.unit}" for action in actions]
+        found += [f"{action.op}:{action.of}" for action in actions]
         found.append(f"{event.op}:{event.unit}")
     return " ".join(found)
 
@@ -37,6 +37,36 @@ def test_recomputed_units_stay_until_their_own_backward():
 def test_what_no_sync_keeps_is_freed_in_backward_alone():
     trace = [*trace_of("F:1 F:2 B:2 B:1", keeps=True), *trace_of("F:1 F:2 B:2 B:1")]
     assert text_of(compile_pass(trace, FLAT, frozenset())) == "gather:1 gather:2 F:1 F:2 B:2 B:1 F:1 F:2 B:2 free:2 B:1"
+
+
+def reduced(text, *, outer=FLAT):
+    program = place_reductions(PassProgram(tuple(PassSegment((), event) for event in trace_of(text))), outer, CHUNKS)
+    return text_of(program)
+
+
+CHUNKS = [[9], [1], [2, 20], [3], [4], [5]]
+
+
+def test_chunks_are_reduced_before_the_event_after_their_backward():
+    expected = "F:0 F:1 F:2 F:3 B:0 B:3 reduce:3 B:2 reduce:2 reduce:20 B:1"
+    assert reduced("F:0 F:1 F:2 F:3 B:0 B:3 B:2 B:1") == expected
+
+
+def test_unit_that_runs_twice_is_reduced_after_its_last_backward():
+    assert reduced("B:2 B:1 R:2 B:2 B:3") == "B:2 B:1 reduce:1 R:2 B:2 reduce:2 reduce:20 B:3"
+
+
+def test_outer_unit_is_reduced_after_the_units_within_it():
+    outer = [frozenset(), frozenset({ROOT, 2}), *FLAT[2:]]
+    assert reduced("B:2 B:1 B:3", outer=outer) == "B:2 B:1 reduce:2 reduce:20 reduce:1 B:3"
+
+
+@given(trace=st.lists(EVENTS, max_size=40))
+def test_every_chunk_is_reduced_at_most_once(trace):
+    program = place_reductions(PassProgram(tuple(PassSegment((), event) for event in trace)), FLAT, CHUNKS)
+    found = [number for numbers in program.reductions for number in numbers]
+    assert len(found) == len(set(found))
+    assert program.trace == tuple(trace)
 
 
 @given(trace=st.lists(EVENTS, max_size=40), start=st.frozensets(st.integers(0, 5)))

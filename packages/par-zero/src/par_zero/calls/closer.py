@@ -112,11 +112,11 @@ class Closer:
             place, chunk = self._places[self._closed]
             # A parameter that was read outside of its section may still receive a gradient. The chunks behind it wait,
             # too, because all ranks close chunks in one order.
-            if place >= self._passed or self._reducer.awaits(chunk):
+            if place >= self._passed or self._reducer.awaits(chunk.number):
                 break
             self._closed += 1
-        self._reducer.close(chunk for _, chunk in self._places[first : self._closed])
-        self._reducer.begin()
+        for _, chunk in self._places[first : self._closed]:
+            self._reducer.reduce(chunk.number)
 
     def _arrange(self) -> None:
         """Sort the chunks by the position of their last section in the order."""

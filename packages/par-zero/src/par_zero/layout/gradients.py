@@ -279,6 +279,7 @@ class ChunkGradients:
     def forget(self) -> None:
         """Drop gradients that are not reduced."""
         self._filled, self._earlier, self._adds_stored, self._is_stored = False, None, False, False
+        self._reduced = None
         self._count_cast(0)
         for member in self.chunk.members:
             member.parameter.grad = None
@@ -312,6 +313,8 @@ class ChunkGradients:
     def _copy_earlier(self) -> torch.Tensor | None:
         """Copy this rank's shard of what the optimizer still holds of earlier reductions in memory; None: nothing."""
         chunk = self.chunk
+        if self._reduced is not None:  # an assembled chunk that is reduced twice in a pass
+            return chunk.share_in(self._reduced).clone() if not chunk.stage.shards_state else self._reduced.clone()
         held = [part for part in chunk.slices if part.tensor.grad is not None and not self._in_store(part)]
         if not held:
             return None

@@ -21,15 +21,17 @@ class PassEnd(IntEnum):
     """Ways to end a pass. The values are negative because a comparison also takes unit numbers, from 0 up."""
 
     BACKWARD = -1
-    EVALUATION = -2
-    UNREDUCED = -3
-    FORWARD = -4
+    LATE = -2  # also ends backward, and has received gradients of chunks whose reductions had begun
+    EVALUATION = -3
+    UNREDUCED = -4
+    FORWARD = -5
 
     @property
     def text(self) -> str:
         """Text for error messages: an action of a rank that ends a pass this way."""
         return {
             PassEnd.BACKWARD: "ends backward",
+            PassEnd.LATE: "ends backward",
             PassEnd.EVALUATION: "ends a forward without gradients",
             PassEnd.UNREDUCED: "ends a backward that reduces no gradients",
             PassEnd.FORWARD: "begins backward",
@@ -40,11 +42,13 @@ class Compared(NamedTuple):
     """The result of a comparison.
 
     Args:
+        what: The smallest number of what the ranks do next. It is equal on all ranks, except for the ends of backward.
         alike: Whether all ranks passed the same detail.
         least: The smallest detail of all ranks.
         flags: One boolean per flag: whether any rank has set it.
     """
 
+    what: int
     alike: bool
     least: int
     flags: list[bool]
@@ -88,7 +92,8 @@ class Agreement:
         """Compare the next step of this rank with all other ranks.
 
         Args:
-            what: Number of the unit that this rank needs, or a `PassEnd`. It must be equal on all ranks.
+            what: Number of the unit that this rank needs, or a `PassEnd`. It must be equal on all ranks, except that
+                only some ranks may end backward with late gradients.
             detail: An int32 that may differ between ranks.
             flags: Flags to combine over the ranks, at most the number that the constructor received.
 
@@ -101,9 +106,9 @@ class Agreement:
         numbers = torch.tensor([what, -what, detail, -detail, *flags, *room], dtype=torch.int32, device=self._device)
         self._take_largest_(numbers)
         most, least, most_detail, least_detail, *told = numbers.tolist()
-        if most != -least:
+        if most != -least and (most, -least) != (PassEnd.BACKWARD, PassEnd.LATE):
             self._refuse(what)
-        return Compared(most_detail == -least_detail, -least_detail, [bool(flag) for flag in told])
+        return Compared(-least, most_detail == -least_detail, -least_detail, [bool(flag) for flag in told])
 
     def meet(self, number: int) -> None:
         """Compare whether all ranks need the same unit, which is in no program.
@@ -114,20 +119,21 @@ class Agreement:
         Raises:
             RuntimeError: Some ranks need another unit, or end their pass, or cannot continue. All ranks raise.
         """
-        reducer = self._reducer
+        reducer, departed = self._reducer, self._reducer.has_departed
         # If the ranks continue, they repeat the reductions of zeros with gradients. Ranks that had begun different
         # numbers of reductions would resume at different chunks.
-        begun = reducer.begun_with_gradients if reducer.has_departed else reducer.begun
-        compared = self.compare(number, begun)
-        if reducer.has_departed and not compared.alike:
-            reducer.begin_all(0)
+        compared = self.compare(number, reducer.begun if departed else reducer.count_ready())
+        if not departed:
+            reducer.reduce_first(compared.least)
+        elif compared.alike:
+            reducer.rejoin()
+        else:
+            reducer.begin_all(())
             raise RuntimeError(
                 f"backward comes to {self._units[number].name}, which no backward before needed there, when the ranks "
                 "have begun different numbers of reductions; pass Overlap(inflight=...) with the number "
                 "of all chunks, which bounds none, or stage=2"
             )
-        reducer.rejoin()
-        reducer.wait_only_for(compared.least)
 
     def _take_largest_(self, numbers: torch.Tensor) -> None:
         """Replace each number with the maximum over all ranks."""
@@ -138,9 +144,7 @@ class Agreement:
         """Raise on all ranks, with the two ranks that differ, after all reductions in flight have completed."""
         said = agree(None, what, *self._groups)
         # Reductions that only some ranks have begun would never complete, so every rank begins the same number first.
-        begun = torch.tensor([self._reducer.begun], dtype=torch.int32, device=self._device)
-        self._take_largest_(begun)
-        self._reducer.begin_all(int(begun))
+        self._reducer.begin_all(self._groups)
         first, other = min(said), min((rank for rank in said if said[rank] != said[min(said)]), default=min(said))
         raise RuntimeError(
             f"rank {other} {self._text(said[other])} where rank {first} {self._text(said[first])}, and at stage 3 all "

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from .._unit import Unit
-from .compiler import compile_pass
+from .compiler import compile_pass, place_reductions
 from .entries import PassEvent, PassProgram, digest_of
 
 _TRACES = 100
@@ -141,13 +141,14 @@ class PassBook:
 
     Args:
         outer: Sets of unit numbers, one per unit: the units around it.
+        chunks: Numbers of the trained chunks of each unit.
     """
 
     is_over = stays = False
     flags: tuple[bool, ...] = ()
 
-    def __init__(self, outer: Sequence[frozenset[int]]) -> None:
-        self._outer = tuple(outer)
+    def __init__(self, outer: Sequence[frozenset[int]], chunks: Sequence[Sequence[int]]) -> None:
+        self._outer, self._chunks = tuple(outer), tuple(chunks)
         self._known: dict[tuple[PassKind, int], LearnedPass] = {}
         self._seen: dict[tuple[PassKind, int], int] = {}  # digest of another trace, until a second pass confirms it
         # A pass behind a new trace has no entry by key yet. The latest pass of its kind is a better guess than none.
@@ -161,8 +162,12 @@ class PassBook:
         if known is None:
             return None
         if start not in known.programs:
-            known.programs[start] = compile_pass(known.trace, self._outer, start)
+            known.programs[start] = self.add_reductions(compile_pass(known.trace, self._outer, start))
         return known.programs[start]
+
+    def add_reductions(self, program: PassProgram) -> PassProgram:
+        """Return a program of gathers and frees with the reductions of the units' chunks."""
+        return place_reductions(program, self._outer, self._chunks)
 
     def note(self, current: Pass, event: PassEvent, place: int | None, units: Sequence[Unit]) -> None:
         """Do nothing: `Pass.record` has recorded the event already."""

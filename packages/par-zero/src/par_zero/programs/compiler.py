@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from .entries import BACKWARD, FORWARD, RECOMPUTE, PassEvent, PassProgram, PassSegment, UnitAction
+from .entries import BACKWARD, FORWARD, RECOMPUTE, PassAction, PassEvent, PassProgram, PassSegment
 
 ROOT = 0
 """Number of the unit with the parameters of no other unit. Any code may use them, so it stays to the end of a pass."""
@@ -29,18 +29,45 @@ def compile_pass(trace: Sequence[PassEvent], outer: Sequence[frozenset[int]], st
             # The next unit stays even if nothing needs it now: the last two units of forward begin backward.
             in_use = {ROOT, event.unit, following, *outer[event.unit]}
             freed = [unit for unit in over_at(event, sorted(whole), begun, kept) if unit not in in_use]
-            actions += [UnitAction("free", unit) for unit in freed]
+            actions += [PassAction("free", unit) for unit in freed]
             whole.difference_update(freed)
             begun = [unit for unit in begun if unit not in freed]
         for unit in (event.unit, following):
             if unit is not None and unit not in whole:
-                actions.append(UnitAction("gather", unit))
+                actions.append(PassAction("gather", unit))
                 whole.add(unit)
                 if event.keeps:
                     kept.add(unit)
         if event.op == BACKWARD and event.unit not in begun:
             begun.append(event.unit)
         segments.append(PassSegment(tuple(actions), event))
+    return PassProgram(tuple(segments))
+
+
+def place_reductions(
+    program: PassProgram, outer: Sequence[frozenset[int]], chunks: Sequence[Sequence[int]]
+) -> PassProgram:
+    """Return a program that also reduces the chunks of each unit, before the event that follows its backward.
+
+    Backward has then finished for the unit, because autograd runs calls in the opposite order of forward. The chunks of
+    the root and of units without a backward are reduced at the end of the pass.
+
+    Args:
+        program: Program of a pass.
+        outer: Sets of unit numbers, one per unit: the units around it.
+        chunks: Numbers of the trained chunks of each unit.
+    """
+    last = {event.unit: place for place, event in enumerate(program.trace) if event.op != FORWARD}
+    segments, open_units = [], list[int]()
+    for place, (actions, event) in enumerate(program.segments):
+        # The backward of a unit goes on while that of a unit within it begins.
+        over = [unit for unit in open_units if unit != event.unit and unit not in outer[event.unit]]
+        open_units = [unit for unit in open_units if unit not in over]
+        if last.get(event.unit) == place and event.unit != ROOT:
+            open_units.append(event.unit)
+        reduced = tuple(PassAction("reduce", number) for unit in over for number in chunks[unit])
+        # Reductions come first: a gather may wait for memory that they free, and other ranks may wait for them.
+        segments.append(PassSegment((*reduced, *actions), event))
     return PassProgram(tuple(segments))
 
 

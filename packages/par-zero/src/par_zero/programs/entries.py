@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final, Literal, NamedTuple
 from zlib import crc32
 
@@ -40,28 +41,29 @@ class PassEvent(NamedTuple):
         return crc32(b"%c%d%d" % (ord(self.op), self.unit, self.keeps), digest)
 
 
-class UnitAction(NamedTuple):
-    """An action of par-zero on a unit.
+class PassAction(NamedTuple):
+    """An action of par-zero on a unit or a chunk.
 
     Args:
-        op: "gather" all-gathers the full parameters. "free" releases their memory.
-        unit: Number of the unit.
+        op: "gather" all-gathers the full parameters of a unit. "free" releases their memory. "reduce" sums the
+            gradients of a chunk over the ranks, when all of them have arrived.
+        of: Number of the unit or chunk.
     """
 
-    op: Literal["gather", "free"]
-    unit: int
+    op: Literal["gather", "free", "reduce"]
+    of: int
 
 
 class PassSegment(NamedTuple):
     """An event, and the actions before it, in order."""
 
-    actions: tuple[UnitAction, ...]
+    actions: tuple[PassAction, ...]
     event: PassEvent
 
 
 @dataclass(frozen=True)
 class PassProgram:
-    """The gathers and frees of a pass. Units that are still gathered when the pass ends are freed, unless they stay.
+    """The actions of a pass. At its end, all other chunks are reduced, and all units are freed unless they stay.
 
     Args:
         segments: Events of the pass, in order, each with the actions before it.
@@ -73,6 +75,11 @@ class PassProgram:
     def trace(self) -> tuple[PassEvent, ...]:
         """Events without their actions."""
         return tuple(segment.event for segment in self.segments)
+
+    @cached_property
+    def reductions(self) -> tuple[tuple[int, ...], ...]:
+        """Numbers of the chunks that each segment reduces, in order."""
+        return tuple(tuple(each.of for each in actions if each.op == "reduce") for actions, _ in self.segments)
 
 
 def digest_of(trace: Iterable[PassEvent]) -> int:

@@ -1,42 +1,45 @@
-"""The executor of stage 3: it follows the program of each pass, by one rule for events and one rule for departures.
+"""The executor of stage 3: it follows the program of each pass, by two rules for events and one rule for departures.
 
 1. When an event happens, a rank first executes every program entry before this event, in order. A rank that skips a
    unit therefore still gathers and frees it with the other ranks, and the same units are gathered on all ranks. A rank
    delays a `free` only while it uses the unit. It then sends its shard when the other ranks gather the unit again.
-2. A rank departs from the program when it needs a unit that is neither gathered nor in the rest of the program. It
+2. A chunk is due at its `reduce` entry. Its reduction begins in turn, when all gradients have arrived that will arrive.
+   If `Overlap(inflight=n)` bounds reductions, the entry also begins all but the last n of those that are due, with the
+   gradients that have arrived, and waits for them. Gradients that arrive later are reduced at the end of the pass.
+3. A rank departs from the program when it needs a unit that is neither gathered nor in the rest of the program. It
    executes the rest of the program for the other ranks. If another rank may wait for reductions of this pass, it also
    begins them, with zeros. It then compares with the other ranks which unit it needs. If all ranks need the same unit,
    they continue: they compare before each gather until the pass ends, and learn the new trace. If not, all ranks raise.
 
 No rank waits forever in a pass with a program, for four reasons:
 
-- All ranks issue the collectives of a pass in the order of the program (rule 1).
-- A rank leaves this order only after the last program entry (rule 2). Its next collective is a comparison.
+- All ranks issue the collectives of a pass in the order of the program (rule 1). A reduction that waits for a gradient
+  begins later than its entry, but reductions have a communicator of their own, and keep their order.
+- A rank waits for a reduction only if its bound is reached, at the entry of a later reduction. Every other rank reaches
+  this entry, because the waiting rank has issued everything before it, and begins the reduction there at the latest.
+  A rank may begin a reduction before its entry only if nothing is left to do before the entry.
+- A rank leaves this order only after the last program entry (rule 3). Its next collective is a comparison.
 - Every other rank reaches the same comparison, because it also departs or its pass ends, and each pass ends with a
-  comparison. All comparisons have the same shape, so a comparison of units pairs with a comparison of ends.
-- Before it reaches the comparison, another rank may wait for a reduction, if `Overlap(inflight=...)` bounds reductions.
-  The departed rank has begun this reduction too (rule 2).
+  comparison. All comparisons have the same shape, so a comparison of units pairs with a comparison of ends. Before it,
+  another rank may wait for a reduction. The departed rank has begun this reduction too (rule 3).
 
-A pass without a program runs as if all ranks had departed at its beginning: the ranks compare before each gather, and
-how many reductions each of them has begun. They wait only for reductions that all ranks have begun.
-
-If reductions are bounded, backward may wait for a reduction in the middle of a unit, where no rule orders the ranks. A
-bound is therefore not supported at stage 3 if data decides on each rank which units run.
-
-In backward, a rank begins reductions when an event happens, before the actions of this event. It begins the reductions
-of all units whose backward has finished, also of unused ones. A rank that skips the event begins the same reductions.
-All ranks therefore begin gathers and reductions in one order. Gathers and reductions still need separate communicators:
-if every chunk is sharded over all ranks, a reduction begins as soon as the gradients of its chunk are complete.
+A pass without a program runs as if all ranks had departed at its beginning. The ranks compare before each gather, and
+how many chunks have all their gradients. All ranks then begin those that are ready on every rank.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 
+import torch
+import torch.distributed as dist
+
+from .._collectives import all_reduce
 from .._unit import Unit
 from ..reduce.reducer import Reducer
 from .agreement import FLAGS, Agreement, PassEnd
 from .book import Book, Pass, PassKind
 from .compiler import ROOT, find_event, over_at
-from .entries import BACKWARD, PassEvent, PassSegment, UnitAction
+from .entries import BACKWARD, PassAction, PassEvent, PassSegment
 
 
 class Executor:
@@ -49,12 +52,12 @@ class Executor:
         reducer: Reducer that begins reductions between gathers.
 
     Attributes:
-        on_skipped: Function that is called with a unit number when this rank skips a backward of the program.
         on_next: Function that is called with the next unit to gather, so that its shard can be prefetched from disk.
     """
 
     def __init__(self, units: Sequence[Unit], book: Book, agreement: Agreement, reducer: Reducer) -> None:
         self._units, self._book, self._agreement, self._reducer = tuple(units), book, agreement, reducer
+        reducer.expect_last({chunk.number for chunk in units[ROOT].chunks})
         self._pass: Pass | None = None
         self._late: set[int] = set()  # units that the program freed while this rank used them
         # Units that return the same tensor begin backward together: the next event must not free the first of them.
@@ -62,7 +65,6 @@ class Executor:
         self._together: set[int] = set()  # units that returned this tensor
         self._graphed = False
         self._at_backward = 0  # number of compared gathers when the latest backward began
-        self.on_skipped: Callable[[int], None] = lambda _: None
         self.on_next: Callable[[Unit], None] | None = None
 
     @property
@@ -110,16 +112,17 @@ class Executor:
         unit = self._units[event.unit]
         current.record(event)
         segments = () if current.program is None else current.program.segments
+        if in_backward:
+            self._reducer.begin()  # chunks that were due before, and whose last gradients have arrived since
         place = find_event(segments, event, current.at)
         if place is not None:
             self._follow(current, segments[:place])
-        # Before the actions of the event: ranks that skip this event begin reductions at this position, too.
-        if in_backward:
-            self._reducer.begin()
         self._free_late(current)
         if place is not None:
             current.at = place + 1
             self._act(current, segments[place].actions)
+            if in_backward:
+                self._allow_early(current)
         elif current.program is None:
             self._free_over(current, event)
         # A late unit is full on this rank only: the other ranks have freed it and would gather it with a collective.
@@ -129,7 +132,7 @@ class Executor:
             current.shared.append(event)
             # Rule 2 executed the rest of the program, which may have gathered the unit.
             if unit.freed or event.unit in self._late:
-                self._act(current, [UnitAction("gather", event.unit)])
+                self._act(current, [PassAction("gather", event.unit)])
         if event.keeps:
             current.kept.add(event.unit)
         if event.op == BACKWARD and event.unit not in current.begun:
@@ -140,24 +143,23 @@ class Executor:
             self._announce_next(current, self.on_next)
         self._book.note(current, event, place, self._units)
 
-    def is_to_come(self, number: int) -> bool:
-        """Return whether other ranks may still run a unit in this pass that this rank has not called.
-
-        Args:
-            number: Number of the unit.
-        """
-        current = self._pass
-        # Without a program this rank cannot predict the other ranks, so any unit may follow.
-        if current is None or current.program is None:
-            return True
-        return any(segment.event.unit == number for segment in current.program.segments[current.at :])
-
     def finish_program(self) -> None:
         """Execute the rest of the program, which other ranks may need even if this rank does not."""
         if self._pass is not None and self._pass.program is not None:
             self._follow(self._pass, self._pass.program.segments)
+            # Before the comparison: a rank that departs has begun these, too. Without a program, no rank begins any
+            # reduction before all ranks are known to end backward.
+            self._reducer.reduce_rest()
 
-    def end_pass(self, end: PassEnd, flags: Sequence[bool] = ()) -> list[bool]:
+    def end_reducing(self, flags: Sequence[bool], late: bool) -> tuple[list[bool], bool]:
+        """End a pass that reduces gradients: see `BackwardHooks.compare`."""
+        return self._end_pass(PassEnd.LATE if late else PassEnd.BACKWARD, flags)
+
+    def end_pass(self, end: PassEnd) -> None:
+        """End a pass that reduces no gradients together with all ranks: see `_end_pass`."""
+        self._end_pass(end, ())
+
+    def _end_pass(self, end: PassEnd, flags: Sequence[bool]) -> tuple[list[bool], bool]:
         """End a pass together with all ranks. All-reduces a few int32 numbers.
 
         Args:
@@ -165,7 +167,7 @@ class Executor:
             flags: Flags to combine over the ranks, at most two.
 
         Returns:
-            One boolean per flag: whether any rank has set it.
+            One boolean per flag: whether any rank has set it. And whether any rank has received late gradients.
 
         Raises:
             RuntimeError: The ranks end the pass differently, or some ranks need another unit. All ranks raise.
@@ -175,11 +177,11 @@ class Executor:
         # Padding: a rank that ends the pass in another way passes another number of flags, and the shapes must match.
         room = [False] * (FLAGS - len(flags))
         digest = 0 if current is None else current.digest >> 2  # fits into an int32
-        alike, _, told = self._agreement.compare(end, digest, [*flags, *room, *self._book.flags])
+        what, alike, _, told = self._agreement.compare(end, digest, [*flags, *room, *self._book.flags])
         if current is not None:
             self._book.end_pass(current, alike=alike, flags=told[FLAGS:])
         self.forget_pass()
-        return told[: len(flags)]
+        return told[: len(flags)], what == PassEnd.LATE
 
     def end_step(self) -> None:
         """End the step after the optimizer has updated the parameters and all units were freed."""
@@ -225,47 +227,69 @@ class Executor:
                 unit.free()
             self.stop()
         start = frozenset(unit.number for unit in self._units if unit.chunks and not unit.freed)
-        self._pass = Pass(kind=kind, start=start, program=self._book.look_up(kind, start), kept=set(start))
-        # Without a program, a rank that waits for a reduction could block ranks that compare and have not begun it.
-        self._reducer.wait_only_for(0 if self._pass.program is None else None)
+        program = self._book.look_up(kind, start)
+        self._pass = Pass(kind=kind, start=start, program=program, kept=set(start))
+        self._reducer.follow(() if program is None else chain.from_iterable(program.reductions))
         return self._pass
 
-    def _follow(self, current: Pass, segments: Sequence[PassSegment], *, empty: bool = False) -> None:
+    def catch_up(self, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+        """Execute the part of the program that any rank has executed, because a pass has failed.
+
+        Args:
+            groups: Process groups on which no collective is in flight.
+            device: Device of the exchanged number.
+        """
+        current = self._pass
+        at = torch.tensor([0 if current is None else current.at], device=device)
+        for group in groups:
+            all_reduce(at, group, dist.ReduceOp.MAX).wait()
+        if current is not None and current.program is not None:
+            # The reducer completes the reductions: not all ranks that have come this far have begun them.
+            self._follow(current, current.program.segments[: int(at)], lambda _: None)
+
+    def _follow(
+        self, current: Pass, segments: Sequence[PassSegment], reduce: Callable[[int], None] | None = None
+    ) -> None:
         """Execute the actions of segments that this rank skips, for the other ranks.
 
         Args:
             current: Pass in progress.
             segments: Segments of its program, up to the last one to execute.
-            empty: Whether this rank begins the reductions with zeros, because it departs. Default: False.
+            reduce: Function that is called in place of `Reducer.reduce`. Default: none.
         """
         for place in range(current.at, len(segments)):
-            event, actions = segments[place].event, segments[place].actions
             current.at = place + 1
-            # Before the actions, which may wait: another rank may wait for these reductions first.
-            if event.op == BACKWARD and empty:
-                # No rank can have begun the reductions that follow a later backward. Begun too early here, they would
-                # be in another order than on the other ranks.
-                later = {each.event.unit for each in segments[place + 1 :] if each.event.op == BACKWARD} - {event.unit}
-                self._reducer.begin_empty({chunk.number for unit in later for chunk in self._units[unit].chunks})
-            elif event.op == BACKWARD:
-                self.on_skipped(event.unit)
-            self._act(current, actions)
+            self._act(current, segments[place].actions, reduce)
+
+    def _allow_early(self, current: Pass) -> None:
+        """Let the reducer begin the reductions that come next in the program, as soon as their gradients arrive."""
+        # Nothing comes between, as a segment begins with its reductions. So the order of all collectives is the same.
+        program = current.program
+        if program is not None:
+            is_last = current.at == len(program.segments)
+            self._reducer.early = None if is_last else program.reductions[current.at]
 
     def _depart(self, current: Pass) -> None:
         """Leave the program by rule 2: execute the rest of it for the other ranks, and begin the reductions."""
         if current.program is None:
             return
+        self._reducer.early = ()
         # Without a bound no rank waits for a reduction before its pass ends. An evaluation reduces nothing.
-        bounded = current.kind.begins_with != "evaluation" and self._reducer.is_bounded
-        self._follow(current, current.program.segments, empty=bounded)
-        if bounded:
-            self._reducer.begin_empty()
+        if current.kind.begins_with != "evaluation" and self._reducer.is_bounded:
+            self._follow(current, current.program.segments, self._reducer.begin_empty)
+            self._reducer.begin_empty(None)
+        else:
+            self._follow(current, current.program.segments, lambda _: None)
+            self._reducer.hold()
         current.leave_program()
 
-    def _act(self, current: Pass, actions: Sequence[UnitAction]) -> None:
-        """Execute actions of the program."""
+    def _act(self, current: Pass, actions: Sequence[PassAction], reduce: Callable[[int], None] | None = None) -> None:
+        """Execute actions of the program: see `_follow`."""
         for action in actions:
-            unit = self._units[action.unit]
+            if action.op == "reduce":
+                (reduce or self._reducer.reduce)(action.of)
+                continue
+            unit = self._units[action.of]
             if action.op == "free":
                 if self._is_busy(current, unit):
                     self._late.add(unit.number)
@@ -307,5 +331,5 @@ class Executor:
         for segment in () if current.program is None else current.program.segments[current.at :]:
             for action in segment.actions:
                 if action.op == "gather":
-                    announce(self._units[action.unit])
+                    announce(self._units[action.of])
                     return

@@ -13,12 +13,13 @@ The book also stores which step followed which, so a loop may alternate between 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from .._unit import Unit
 from ..placement.ledger import Placement
 from ..placement.moments import Moment, Trace
 from .book import Pass, PassBook, PassKind
-from .entries import PassEvent, PassProgram, PassSegment, UnitAction
+from .entries import PassAction, PassEvent, PassProgram, PassSegment
 
 StepEvents = tuple[PassEvent, ...]
 """Events of all passes of a step."""
@@ -102,27 +103,30 @@ class Recording:
         ]
         return Trace((*moments, Moment(kind="step")))
 
-    def program(self, placement: Placement, others: Sequence[int]) -> StepProgram:
+    def program(
+        self, placement: Placement, others: Sequence[int], add_reductions: Callable[[PassProgram], PassProgram]
+    ) -> StepProgram:
         """Return the recording as a program, with the moves of a placement.
 
         Args:
             placement: Placement of the trace of this recording.
             others: Bytes that are not parameters, one number per event.
+            add_reductions: Function that adds the reductions of gradients to the program of a pass.
         """
         numbers = {name: number for number, name in enumerate(self._names)}
         # The last moment is the step of the optimizer, which frees all units by itself.
         moves = [
-            tuple(UnitAction("gather" if tier == "device" else "free", numbers[unit]) for unit, tier in moved)
+            tuple(PassAction("gather" if tier == "device" else "free", numbers[unit]) for unit, tier in moved)
             for moved in placement.moves[:-1]
         ]
         segments = [PassSegment(actions, event) for actions, event in zip(moves, self.events, strict=True)]
-        starts = [0, *self.ends[:-1]]
+        passes = [PassProgram(tuple(segments[start:end])) for start, end in pairwise([0, *self.ends])]
         return StepProgram(
             events=tuple(self.events),
             held=tuple(self.held),
             others=tuple(others),
             ends=tuple(self.ends),
-            passes=tuple(PassProgram(tuple(segments[start:end])) for start, end in zip(starts, self.ends, strict=True)),
+            passes=tuple(map(add_reductions, passes)),
         )
 
     def _note_other(self) -> None:
@@ -242,7 +246,9 @@ class StepBook:
                 *others, resident = self._most([*recording.others, self._resident])
                 if program is not None:
                     others = list(map(max, others, program.others))
-                self._programs[key] = recording.program(self._place(recording.trace(others), resident), others)
+                self._programs[key] = recording.program(
+                    self._place(recording.trace(others), resident), others, self._passes.add_reductions
+                )
             if whole:
                 self.trace = recording.trace(recording.others)
         finally:

@@ -19,17 +19,18 @@ class BackwardHooks:
 
     Args:
         at_start: Functions that are called when a pass begins that will reduce gradients. Default: none.
-        before_last: Function that is called when backward has ended, before the last reductions begin. Default: does
+        before_last: Function that is called when backward has ended, before the ranks are compared. Default: does
             nothing.
-        compare: Function that is called after the last reductions have begun, with this rank's flags. It returns the
-            flags that any rank of the shards has set, and may raise. None (default): the reducer exchanges the flags.
+        compare: Function that compares the ranks of the shards at the end of a pass, and may raise. It receives this
+            rank's flags and whether gradients arrived late, and returns both, combined over the ranks. None (default):
+            the reducer exchanges the flags, and late gradients raise an error.
         at_end: Functions that are called after each pass. `reduced=` specifies whether gradients were reduced. Default:
             none.
     """
 
     at_start: list[Callable[[], None]] = field(default_factory=list)
     before_last: Callable[[], None] = lambda: None
-    compare: Callable[[Sequence[bool]], list[bool]] | None = None
+    compare: Callable[[Sequence[bool], bool], tuple[list[bool], bool]] | None = None
     at_end: list[Callable[..., None]] = field(default_factory=list)
 
 
@@ -48,13 +49,10 @@ class BackwardPass:
         is_ending: Whether all gradients of the pass have arrived.
         taken: Chunks whose gradients are in their buffers.
         completed: Chunks of which all gradients have arrived.
-        left: Chunks that the caller has closed, and that are not in `closed` yet.
-        closed: Chunks whose gradients were taken because no more gradients will arrive.
-        given_up: Chunks that were reduced without a gradient, because autograd will compute none and they blocked
-            complete chunks.
-        begun: Number of reductions that have begun.
-        departed_at: Number of reductions that had begun when this rank departed from the program. It then began
-            reductions of zeros for the other ranks. None: this rank follows the program.
+        begun: Chunks whose reductions have begun.
+        late: Chunks of which gradients arrived after their reduction had begun. They are reduced again at the end.
+        empty: Number of reductions of zeros that this rank has begun for other ranks when it departed from the program.
+            None: this rank has not departed.
     """
 
     arrived: list[set[int]]
@@ -65,11 +63,9 @@ class BackwardPass:
     is_ending: bool = False
     taken: set[int] = field(default_factory=set)
     completed: set[int] = field(default_factory=set)
-    left: list[int] = field(default_factory=list)
-    closed: set[int] = field(default_factory=set)
-    given_up: set[int] = field(default_factory=set)
-    begun: int = 0
-    departed_at: int | None = None
+    begun: set[int] = field(default_factory=set)
+    late: set[int] = field(default_factory=set)
+    empty: int | None = None
 
 
 class ExpectedGradients:
@@ -77,23 +73,16 @@ class ExpectedGradients:
 
     Args:
         chunks: Trained chunks.
-        closing: Whether the caller closes chunks, see `Reducer.close`.
-        exchanging: Whether backward itself communicates with other ranks. A chunk is then reduced only after it is
-            closed, so that all ranks begin reductions between the same exchanges.
 
     Attributes:
         counts: Number of members that have a gradient when the chunk is complete, one number per chunk.
-        closed_before_end: Numbers of the chunks that the caller closes before backward ends.
-        only_when_closed: Whether chunks are reduced only after they are closed.
         from_nested_passes: Whether gradients have ever arrived from a pass within the pass under way.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], *, closing: bool, exchanging: bool) -> None:
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
         self._chunks = chunks
         self._frozen: set[int] = set()  # chunks with frozen members, which are complete without these
         self.counts = [len(chunk.members) for chunk in chunks]
-        self.closed_before_end = set(range(len(chunks))) if closing else set()
-        self.only_when_closed = closing and exchanging
         self.from_nested_passes = False
 
     def begin_pass(self) -> None:

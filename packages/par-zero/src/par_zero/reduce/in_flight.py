@@ -69,14 +69,12 @@ class _Reduction:
         steps: Iterator over the remaining collectives. Each collective begins when it is taken from the iterator.
         handle: Handle of the collective in flight.
         single: Whether no other collective follows.
-        number: Number of the reduction in its pass.
         at_first: Whether the collective in flight is the first one.
     """
 
     steps: Iterator[Handle]
     handle: Handle
     single: bool
-    number: int
     at_first: bool = True
 
 
@@ -89,22 +87,11 @@ class Reductions:
     Args:
         limit: Maximum number of reductions that are at their first collective, which needs memory for the full chunk.
             One more reduction waits for the oldest one, which then continues. None: any number.
-
-    Attributes:
-        shared: Number of reductions of the pass that all ranks have begun, if the ranks compare it. The limit then
-            waits for no other reductions, so it may be exceeded. None: all ranks begin the same reductions.
     """
 
     def __init__(self, limit: int | None) -> None:
-        self._limit = limit
+        self.limit = limit
         self._in_flight: list[_Reduction] = []
-        self._begun = 0
-        self.shared: int | None = None
-
-    @property
-    def is_bounded(self) -> bool:
-        """Whether a new reduction may have to wait for the oldest one."""
-        return self._limit is not None
 
     def begin(self, steps: Iterator[Handle], *, single: bool) -> None:
         """Begin a reduction.
@@ -115,39 +102,31 @@ class Reductions:
             single: Whether the reduction has only one collective.
         """
         self.make_room()
-        self._in_flight.append(_Reduction(steps, next(steps), single, self._begun))
-        self._begun += 1
+        self._in_flight.append(_Reduction(steps, next(steps), single))
 
     def make_room(self) -> None:
         """Finish completed reductions. At the limit, continue the oldest reductions until one more may begin."""
         # Only single collectives: a longer reduction would begin its next collective, in an order of this rank only.
-        if self._limit is None:
+        if self.limit is None:
             self._wait_for([each for each in self._in_flight if each.single and each.handle.is_completed()])
             return
         first = [place for place, reduction in enumerate(self._in_flight) if reduction.at_first]
-        while len(first) >= self._limit:
-            oldest = self._in_flight[first[0]]
-            if self.shared is None:
-                self._wait_for(self._in_flight[: first[0] + 1])
-            elif oldest.number < self.shared:
-                # Not for older ones: another rank may begin their next collective only when its backward ends.
-                self._wait_for([oldest])
-            else:  # a rank that has not begun it may wait for this rank, to compare
-                break
-            first = [place for place, reduction in enumerate(self._in_flight) if reduction.at_first]
+        if len(first) >= self.limit:
+            self._wait_for(self._in_flight[: first[0] + 1])
 
     def finish(self) -> None:
         """Wait for all reductions, which continue round-robin."""
         while self._in_flight:
             self._wait_for(list(self._in_flight))
-        self._begun, self.shared = 0, None
 
     def abandon(self) -> None:
-        """Wait for the collectives in flight, and begin no others. They write into buffers that are used again."""
+        """Wait for all reductions, although their results are dropped. They write into buffers that are used again."""
         for reduction in self._in_flight:
             reduction.handle.wait()
+            # Other ranks may have begun the collectives that follow, and no rank may leave one out.
+            for handle in () if reduction.single else reduction.steps:
+                handle.wait()
         self._in_flight.clear()
-        self._begun, self.shared = 0, None
 
     def _wait_for(self, reductions: Sequence[_Reduction]) -> None:
         """Wait for the collective in flight of each reduction, the oldest first, and begin its next collective."""

@@ -11,25 +11,28 @@ is whether any rank had gradients of all parameters. If no rank had all of them,
 parameters had a gradient on any rank. The optimizer then updates each of its flat slices in one fused call. Stages 1
 and 2 all-gather the updated parameters. Stage 3 gathers a unit's parameters before its forward and backward.
 
-All ranks begin reductions in one order, on one communicator. It is the order in which the lowest rank's chunks were
-complete in an earlier pass. A chunk that is frozen, or registered in another order, therefore blocks no other chunk. A
-chunk that this rank does not use may come before complete chunks in this order. If autograd reports that no gradient of
-it will arrive, it is reduced without a gradient. No rank waits for another rank during backward: if backward itself
-communicates over another communicator, the other rank may need this rank first.
+All ranks begin reductions in one order, on one communicator. No rank waits for another rank during backward, unless
+`Overlap(inflight=...)` bounds the reductions: if backward itself communicates over another communicator, the other rank
+may need this rank first.
 
-At stage 3 a chunk is closed when backward has finished for its unit. A member without a gradient is then unused. All
-ranks therefore begin reductions at the same position between the gathers, whichever parameters each rank uses. If not
-all ranks shard all chunks, backward itself communicates. Chunks are then closed at every stage, and are reduced only
-afterwards, so that all ranks begin reductions at the same position between these exchanges, too.
+- At stages 0 to 2 the order is the one in which the lowest rank's chunks were complete in an earlier pass. The next
+  chunk is reduced when all of its gradients have arrived that will arrive. Autograd itself reports which ones will.
+- At stage 3, and if backward itself communicates, a chunk must also be due: `reduce` is an entry of a program, which
+  all ranks follow. They therefore begin reductions at the same positions between gathers and exchanges, whichever
+  parameters each rank uses.
+- A gradient may still arrive after the reduction of its chunk has begun, such as from a reentrant checkpoint, which
+  autograd does not announce. At stage 3 the ranks then reduce the chunk once more when backward has ended.
 """
 
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+import torch.distributed as dist
 
-from .._collectives import Flags
+from par_groups import agree
+
+from .._collectives import Flags, all_reduce, same_ranks
 from .._torch_private import call_at_end_of_backward, current_pass, is_in_backward, will_get_gradient
 from ..layout.buffers import Buffers
 from ..layout.chunk import Chunk
@@ -42,6 +45,9 @@ from .order import LearnedOrder, learn_orders
 from .refusals import refuse_another, refuse_arriving, refuse_closed, refuse_given_up, refuse_gradient
 from .usage import GradientUsage
 
+_LATE = 2
+"""Number that a rank with late gradients adds to its flag of a requested order."""
+
 
 class Reducer:
     """The object that reduces the gradients of chunks during backward.
@@ -52,9 +58,7 @@ class Reducer:
         inflight: Maximum number of chunks whose reductions are in flight in backward. None (default): two on a GPU, and
             any number on a CPU, or if not all ranks shard all chunks, because backward itself then communicates.
         meter: Meter that counts the bytes of the lent buffers. Default: none.
-        closing: Whether the caller closes chunks, see `close`. If not all ranks shard all chunks, a chunk is then
-            reduced only after it is closed, because all ranks must begin reductions and exchanges in one order.
-            Default: False.
+        programmed: Whether a chunk is reduced only after a program has made it due, see `reduce`. Default: False.
 
     Attributes:
         hooks: Functions that are called when backward begins and ends.
@@ -62,6 +66,7 @@ class Reducer:
         buffers: Buffers that reductions use one after the other.
         usage: Parameters that have gradients for the optimizer.
         arriving: Numbers of the chunks whose parameters are in flight after a step, and were not read yet.
+        early: Numbers of the chunks that the program reduces next, which may begin before their place. None: all.
     """
 
     def __init__(
@@ -71,16 +76,22 @@ class Reducer:
         inflight: int | None = None,
         meter: Meter | None = None,
         *,
-        closing: bool = False,
+        programmed: bool = False,
     ) -> None:
         self._chunks, self._sharers, self._meter = chunks, sharers, meter or Meter()
         self.gradients = [ChunkGradients(chunk) for chunk in chunks]
         self._deferring = 0  # number of open `no_sync` contexts
         self._pass = BackwardPass([set() for _ in chunks])
-        self._expected = ExpectedGradients(chunks, closing=closing, exchanging=len(sharers.each) > 1)
-        self._order = LearnedOrder(range(len(chunks)))  # order in which reductions begin
-        self._orders = [self._order]  # the orders that the ranks learn
+        self._expected = ExpectedGradients(chunks)
+        self._programmed = programmed
+        self._learned = LearnedOrder(range(len(chunks)))
+        # At stage 3 the order is the program's. Replicas of a shard may follow other programs, so they learn an order.
+        self._follows = programmed and not sharers.beside_gathering
+        self._orders = [] if self._follows else [self._learned]  # the orders that the ranks learn
+        self._order = self._learned.numbers  # order in which reductions begin
+        self._due: dict[int, None] = {}  # chunks that are due. They stay so until a pass reduces them.
         self.arriving: set[int] = set()
+        self.early: Sequence[int] | None = ()
         self.hooks = BackwardHooks()
         self.usage = GradientUsage(self.gradients, sharers)
         single = all(chunk.groups.replicas is None and chunk.stage.shards_state for chunk in chunks)
@@ -93,6 +104,7 @@ class Reducer:
         self._reductions = Reductions(inflight)
         self.buffers = ReductionBuffers(Buffers(self._meter), Buffers(self._meter), inflight or 2)
         self._empty = EmptyReductions()
+        self._resets: list[dist.ProcessGroup] | None = None
         for number, chunk in enumerate(chunks):
             chunk.number = number
             for index, member in enumerate(chunk.members):
@@ -113,18 +125,6 @@ class Reducer:
         """
         return self.gradients[chunk.number].pop_sum()
 
-    def expect_last(self, chunks: Iterable[Chunk]) -> None:
-        """Expect some chunks to be closed only when backward ends.
-
-        Args:
-            chunks: Chunks, such as those of the root.
-        """
-        last = {chunk.number for chunk in chunks}
-        # If all chunks wait until they are closed, these chunks would block the chunks behind them.
-        self._expected.closed_before_end -= last
-        if self._expected.only_when_closed:
-            self._order.numbers.sort(key=last.__contains__)
-
     def learn(self, order: LearnedOrder) -> None:
         """Let the ranks learn another order, in addition to the order of reductions.
 
@@ -139,7 +139,7 @@ class Reducer:
         Args:
             order: Order that the caller observes and follows.
         """
-        self._orders[0] = order
+        self._orders, self._follows = [order, *self._orders[1:]], False
 
     def arrange(self, numbers: list[int]) -> None:
         """Set the order of reductions from the next pass on.
@@ -147,83 +147,95 @@ class Reducer:
         Args:
             numbers: Numbers of all chunks, in the same order on all ranks.
         """
-        self._order.numbers = numbers
+        self._learned.numbers = numbers
+        self.follow(())
+
+    def expect_last(self, numbers: Container[int]) -> None:
+        """Reduce some chunks last if no program decides.
+
+        Args:
+            numbers: Numbers of the chunks, such as those of the root, whose parameters any code may use.
+        """
+        self._learned.numbers.sort(key=numbers.__contains__)
+        self.follow(())
+
+    def follow(self, numbers: Iterable[int]) -> None:
+        """Set the order of the reductions in the pass that begins.
+
+        Args:
+            numbers: Numbers of chunks in the order of a program. All other chunks follow. Empty: no program exists.
+        """
+        first = dict.fromkeys(numbers if self._follows else ())
+        self._order = [*first, *(number for number in self._learned.numbers if number not in first)]
+        self._due, self.early = {}, ()
 
     @property
     def begun(self) -> int:
-        """Number of reductions that have begun in this pass."""
-        return self._pass.begun
-
-    @property
-    def begun_with_gradients(self) -> int:
-        """Number of reductions that had begun in this pass when this rank departed; 0 if it has not departed."""
-        return self._pass.departed_at or 0
+        """Number of reductions with this rank's gradients that have begun in this pass."""
+        return len(self._pass.begun)
 
     @property
     def has_departed(self) -> bool:
-        """Whether this rank has begun reductions of zeros for other ranks in this pass."""
-        return self._pass.departed_at is not None
-
-    def wait_only_for(self, count: int | None) -> None:
-        """Let backward wait only for the first reductions of the pass, which all ranks have begun.
-
-        Args:
-            count: Number of these reductions. None: all reductions, because the ranks begin them at the same places.
-        """
-        self._reductions.shared = count
+        """Whether this rank begins reductions of zeros for other ranks in this pass."""
+        return self._pass.empty is not None
 
     @property
     def is_bounded(self) -> bool:
         """Whether backward may have to wait for a reduction before the next one begins."""
-        return self._reductions.is_bounded
+        return self._reductions.limit is not None
 
     @property
     def failed(self) -> bool:
         """Whether a pass has begun and failed: it has not ended, and no backward is in progress."""
         return self._pass.is_running and not is_in_backward()
 
-    def begin_all(self, count: int) -> None:
-        """Begin reductions up to a number, and wait for them, although the pass has failed.
+    def begin_all(self, groups: Iterable[dist.ProcessGroup]) -> None:
+        """Begin the reductions that other ranks have begun, and wait for all of them, because the pass has failed.
 
         Args:
-            count: Number of reductions that another rank has begun, and that would otherwise never complete.
+            groups: Process groups over which the ranks exchange how many reductions each of them has begun. No other
+                collective may be in flight on them.
         """
+        current = self._pass
+        begun = torch.tensor([len(current.begun) + (current.empty or 0)], device=self.usage.device)
+        for group in groups:
+            all_reduce(begun, group, dist.ReduceOp.MAX).wait()
         # If this rank has not begun its backward, the stand-ins are still in place of gradients.
         self.usage.stand_ins.take(None)
-        for number in self._order.numbers[self._pass.begun : count]:
+        for number in self._order[len(current.begun) + (current.empty or 0) : int(begun)]:
             self.gradients[number].take(self.buffers.gradients)
             self._begin(self._chunks[number])
-        self._abandon()
+        self._reductions.abandon()
+        self._empty.wait()
+        # A later call, such as in `reset`, must not begin them again.
+        current.begun.update(self._order[: int(begun)])
+        current.empty = None
 
-    def begin_empty(self, stops: Container[int] = ()) -> None:
+    def begin_empty(self, until: int | None) -> None:
         """Begin reductions of zeros, because this rank has departed from the program that other ranks still follow.
 
         Another rank that bounds its reductions waits in backward for the reductions of this rank. This rank reaches the
         comparison with the other ranks only after all reductions, so it must begin its part of them first.
 
         Args:
-            stops: Numbers of chunks that no other rank can have begun yet. The loop ends at the first of them, in the
-                order of reductions. Default: empty.
+            until: Number of the last chunk to begin, in the order of the pass. None: all chunks.
         """
-        current, order = self._pass, self._order.numbers
-        if current.departed_at is None:
-            current.departed_at = current.begun
-        while current.begun < len(order) and order[current.begun] not in stops:
-            self._empty.begin(self.gradients[order[current.begun]])
-            current.begun += 1
+        current, order = self._pass, self._order
+        current.empty = current.empty or 0
+        count = len(order) if until is None else order.index(until) + 1
+        while len(current.begun) + current.empty < count:
+            self._empty.begin(self.gradients[order[len(current.begun) + current.empty]])
+            current.empty += 1
 
     def rejoin(self) -> None:
-        """Repeat the reductions of zeros with gradients later, because all ranks have departed at the same position."""
-        # The sums of zeros are dropped. `begun` returns to its value before, so the same chunks are due again.
+        """Drop the reductions of zeros, because all ranks have departed. Their gradients are reduced later."""
         self._empty.wait()
-        current = self._pass
-        if current.departed_at is not None:
-            current.begun, current.departed_at = current.departed_at, None
+        self._pass.empty = None
+        self.hold()
 
-    def _abandon(self) -> None:
-        """Wait for all reductions in flight, and drop their results."""
-        self._reductions.abandon()
-        self._empty.wait()
+    def hold(self) -> None:
+        """Reduce no further chunk until it is due again, because this rank leaves the program."""
+        self._due = dict.fromkeys(number for number in self._due if number in self._pass.begun)
 
     def has_all_gradients(self, chunk: Chunk) -> bool:
         """Return whether all gradients of a chunk have arrived in this pass. An untrained chunk expects no gradients.
@@ -233,86 +245,87 @@ class Reducer:
         """
         return chunk.number < 0 or len(self._pass.arrived[chunk.number]) >= self._expected.counts[chunk.number]
 
-    def awaits(self, chunk: Chunk) -> bool:
-        """Return whether the current pass will bring a gradient of a chunk that has not arrived yet.
+    def reduce(self, number: int) -> None:
+        """Reduce a chunk: begin when all chunks before it have begun, and all gradients have arrived that will arrive.
 
         Args:
-            chunk: Chunk.
+            number: Number of the chunk. If it is due already, nothing changes.
         """
-        return not self.has_all_gradients(chunk) and any(map(will_get_gradient, self._missing(chunk)))
+        self._due[number] = None
+        self.begin()
 
-    def may_bring(self, chunk: Chunk) -> bool:
-        """Return whether the pass may bring a gradient of a chunk.
+    def reduce_first(self, count: int) -> None:
+        """Reduce the first chunks in the order of the pass, which are ready on all ranks.
 
         Args:
-            chunk: Chunk.
+            count: Number of chunks.
         """
-        # Autograd announces no gradients of passes within the pass, so any chunk may receive one then.
-        return self._expected.from_nested_passes or self.awaits(chunk)
+        self._due |= dict.fromkeys(self._order[:count])
+        self.begin()
 
-    def close(self, chunks: Iterable[Chunk]) -> None:
-        """Record that the pass brings no more gradients of some chunks. A member without a gradient is unused.
+    def count_ready(self) -> int:
+        """Return how many chunks, from the first in the order of the pass, have all gradients that will arrive."""
+        if self._deferring or not self._pass.is_running or not self._brings_gradients():
+            return 0
+        found = (place for place, number in enumerate(self._order) if self.awaits(number, if_nested=True))
+        return next(found, len(self._order))
 
-        A rank that does not use a parameter therefore begins its reduction at the same position as the other ranks.
+    def reduce_rest(self) -> None:
+        """Reduce all chunks, because backward has ended."""
+        if not self._deferring and self._pass.is_ending:
+            self._due |= dict.fromkeys(self._order)
+            self.begin()
 
-        Args:
-            chunks: Chunks to close.
-        """
-        current, observed = self._pass, self._order.observed
-        # Under `no_sync`, other ranks may still reach units of a pass that has ended on this rank.
-        if not current.is_running:
+    def begin(self) -> None:
+        """Begin the reductions of all chunks that are next in the order and ready."""
+        current, order, limit = self._pass, self._order, self._reductions.limit
+        if self._deferring or not current.is_running:
             return
-        current.left += [chunk.number for chunk in chunks if chunk.number >= 0]
-        if self._deferring or not current.left or not self._brings_gradients():
+        due = len(order)
+        if self._programmed and len(self._due) < due:
+            due = next(place for place, number in enumerate(order) if number not in self._due)
+        if len(current.begun) >= due or not self._brings_gradients():
             return
-        for number in current.left:
-            current.closed.add(number)
-            if number not in current.taken:
-                # Without a wait: this rank may still have to gather with ranks that have not begun those reductions.
-                self._take(self._chunks[number], waits=False)
-            if number not in observed:
-                observed.append(number)
-        current.left.clear()
-
-    def begin(self, before: Iterable[Chunk] = ()) -> None:
-        """Begin the reductions of all chunks that are ready and next in the order.
-
-        Args:
-            before: Chunks at which the loop stops, even if they are ready. Default: none.
-        """
-        order, stops = self._order.numbers, {chunk.number for chunk in before}
-        current, waits = self._pass, self._expected.only_when_closed
-        while not self._deferring and current.begun < len(order) and order[current.begun] not in stops:
-            number = order[current.begun]
-            if number not in current.taken and (current.is_ending or self._gives_up(number)):
-                self._take(self._chunks[number])
-            if number not in current.taken or (waits and not current.is_ending and number not in current.closed):
+        # A rank that begins a chunk at the limit waits for an earlier chunk. Ranks that wait for a gradient of that
+        # earlier chunk would never begin it, because they may need the waiting rank first. It begins without them here.
+        forced = due - limit if self._programmed and limit is not None else 0
+        while len(current.begun) < due:
+            number = order[len(current.begun)]
+            if not current.is_ending and len(current.begun) >= forced and self.awaits(number):
                 break
+            if number not in current.taken:
+                self._take(self._chunks[number])
             self._begin(self._chunks[number])
 
-    def _gives_up(self, number: int) -> bool:
-        """Return whether to reduce the next chunk without gradients, because it blocks complete chunks.
+    def awaits(self, number: int, *, if_nested: bool = False) -> bool:
+        """Return whether the pass may bring a gradient of a chunk that has not arrived yet.
 
-        Another rank that uses the chunk may wait for its reduction before this rank can reach the end of backward.
+        Args:
+            number: Number of the chunk.
+            if_nested: Result if passes within the pass may bring it, which autograd does not announce, and a program
+                decides when the chunk is due. Default: False.
         """
         current, expected = self._pass, self._expected
-        # A chunk that is closed before the end has its position between the gathers of all ranks, so it must wait.
-        holds_back = len(current.taken) > current.begun and number not in expected.closed_before_end
-        # Autograd does not announce the gradients of passes within the pass, so the chunk waits for the end then.
-        if not holds_back or expected.from_nested_passes or expected.only_when_closed:
+        arrived = current.arrived[number]
+        if len(arrived) >= expected.counts[number]:
             return False
-        # In the first pass the order is a guess, and gradients may still turn out to arrive from nested passes.
-        if not self._order.is_agreed or not is_in_backward():
-            return False
-        if any(will_get_gradient(parameter, if_unknown=True) for parameter in self._missing(self._chunks[number])):
-            return False
-        current.given_up.add(number)
-        return True
-
-    def _missing(self, chunk: Chunk) -> Iterator[nn.Parameter]:
-        """Yield the parameters of a chunk whose gradient has not arrived in this pass."""
-        arrived = self._pass.arrived[chunk.number]
-        return (member.parameter for index, member in enumerate(chunk.members) if index not in arrived)
+        if self._programmed:
+            if_unknown = False
+            if if_nested and expected.from_nested_passes:
+                return True
+        else:
+            # A chunk that holds back no complete chunk can wait. In the first pass the order is a guess, and gradients
+            # may still turn out to arrive from nested passes.
+            if_unknown = True
+            holds_back = len(current.taken) > len(current.begun)
+            if not holds_back or expected.from_nested_passes or not self._learned.is_agreed or not is_in_backward():
+                return True
+        members = self._chunks[number].members
+        return any(
+            will_get_gradient(member.parameter, if_unknown=if_unknown)
+            for index, member in enumerate(members)
+            if index not in arrived
+        )
 
     def _brings_gradients(self) -> bool:
         """Return whether the current pass brings gradients of parameters, and not only of inputs."""
@@ -331,11 +344,19 @@ class Reducer:
         finally:
             self._deferring -= 1
 
+    def connect_resets(self) -> tuple[list[dist.ProcessGroup], torch.device]:
+        """Return process groups of all ranks that shard chunks, and a device for what they exchange."""
+        # No other communicator is certain to be free: some ranks may have begun collectives that others have not.
+        if self._resets is None:
+            self._resets = [same_ranks(group, "resets") for group in self._sharers.agreeing]
+        return self._resets, self.usage.device
+
     def reset(self) -> None:
-        """Forget a pass that has failed, and its gradients."""
-        self._abandon()
+        """Forget a pass that has failed, and its gradients. Collective over all ranks that shard chunks."""
+        self.begin_all(self.connect_resets()[0])
         self.usage.forget(self._chunks)
         self._forget_pass()
+        self.follow(())
 
     def start(self, *_: torch.Tensor, arrived: torch.Tensor | None = None) -> None:
         """Begin a backward pass, unless a pass is in progress. Passes within it, of checkpointing, belong to it.
@@ -369,33 +390,40 @@ class Reducer:
             self.start(arrived=member.parameter)
         current.has_gradients = True
         expected.from_nested_passes = expected.from_nested_passes or current_pass() != current.number
-        if number in current.given_up:
-            refuse_given_up(name)
-        if number in current.closed:
-            refuse_closed(name)
-        if index in arrived and not self._deferring and number in self._order.numbers[: current.begun]:
-            refuse_another(name)
+        if number in current.begun:
+            if self.hooks.compare is None:
+                if index in arrived:
+                    refuse_another(name)
+                (refuse_closed if self._programmed else refuse_given_up)(name)
+            current.late.add(number)
+            self.usage.add(number, [int(place == index) for place in range(len(chunk.members))])
+            return
         arrived.add(index)
         # True again for later gradients: checkpointing may run a pass within the pass, with another gradient.
         if len(arrived) >= expected.counts[number]:
             current.completed.add(number)
-            if not expected.only_when_closed:
-                self._order.observed.append(number)
-            self._take(chunk)
-            self.begin()
+            if not self._programmed:
+                self._learned.observed.append(number)
+            # With a bound the buffer of an earlier reduction is reused, and only a program may wait for that one.
+            if not (self._programmed and self.is_bounded):
+                self._take(chunk)
+            if not self._programmed:
+                self.begin()
+            elif not self._deferring and (self.early is None or number in self.early):
+                self.reduce(number)
 
-    def _take(self, chunk: Chunk, *, waits: bool = True) -> None:
+    def _take(self, chunk: Chunk) -> None:
         """Take the gradients of a chunk, and wait before for a reduction whose buffer it can borrow."""
-        current, order, gradients = self._pass, self._order.numbers, self.gradients[chunk.number]
-        is_next = current.begun < len(order) and chunk.number == order[current.begun]
-        if waits and is_next and not self._deferring:
+        current, begun = self._pass, len(self._pass.begun)
+        is_next = begun < len(self._order) and chunk.number == self._order[begun]
+        if is_next and not self._deferring:
             self._reductions.make_room()  # a finished reduction returns its buffer, which this chunk can borrow
-        self.usage.add(chunk.number, gradients.take(self.buffers.gradients))
+        self.usage.add(chunk.number, self.gradients[chunk.number].take(self.buffers.gradients))
         current.taken.add(chunk.number)
 
     def _begin(self, chunk: Chunk) -> None:
         """Begin the reduction of the next chunk."""
-        self._pass.begun += 1
+        self._pass.begun.add(chunk.number)
         gradients = self.gradients[chunk.number]
         one = chunk.stage.shards_state or is_one_all_reduce(gradients)
         self._reductions.begin(reduction(gradients, self.buffers), single=one and chunk.groups.replicas is None)
@@ -406,13 +434,14 @@ class Reducer:
         reduced = current.has_gradients and not self._deferring
         if reduced:
             self._expected.end_pass(current.completed)
+            if self._programmed:
+                self._learned.observed = list(self._due)
             requests = [order.end_pass() for order in self._orders]
             current.is_ending = True
             self.hooks.before_last()
-            self.begin()
             self._finish(requests_order=any(requests))
         else:
-            for number in self._order.numbers:
+            for number in self._order:
                 if current.arrived[number] and number not in current.taken:
                     self._take(self._chunks[number])
         self._meter.note("release")
@@ -423,37 +452,62 @@ class Reducer:
         for number in range(len(self._chunks)) if reduced else ():
             self.usage.bind(number)
         self._forget_pass()
+        if reduced:
+            self.follow(())
         for call in self.hooks.at_end:
             call(reduced=reduced)
 
     def _finish(self, *, requests_order: bool) -> None:
-        """Wait for all reductions, and exchange the flags that later steps need.
+        """Compare the ranks, begin the last reductions, and wait for all of them.
 
-        The next pass reads the flags, which have arrived by then. The step reads them earlier only on ranks that lack
-        a gradient of some member.
+        The ranks also exchange the flags that later steps need. The next pass reads these, which have arrived by then.
+        The step reads them earlier only on ranks that lack a gradient of some member.
 
         Args:
             requests_order: Whether this rank requests that the ranks learn an order.
         """
-        had_all = self.usage.has_all
-        mine, groups = [had_all, requests_order], self._sharers.agreeing
+        current, sharers = self._pass, self._sharers
+        if self.hooks.compare is None:
+            self.reduce_rest()
+        # Chunks that follow no program are taken below, and their gradients count already.
+        for number in self._order if len(current.taken) < len(self._chunks) else ():
+            if number not in current.taken:
+                arrived = current.arrived[number]
+                self.usage.add(number, [int(i in arrived) for i in range(len(self._chunks[number].members))])
+        had_all, late, groups = self.usage.has_all, bool(current.late), sharers.agreeing
+        mine: list[int] = [had_all, requests_order]
         if self.hooks.compare is not None:
-            mine = self.hooks.compare(mine)  # first, because ranks that differ raise, and may have reductions in flight
-            groups = self._sharers.beside_gathering
+            mine, late = self.hooks.compare(mine, late)  # first, because ranks that differ raise
+            groups = sharers.beside_gathering
+            mine[1] += _LATE * (late and bool(groups))  # for replicas, which the comparison has not reached
+        self.reduce_rest()
         flags = Flags(mine, groups, self.usage.device)
         # The usage of the previous pass must be exchanged before this pass replaces its flags.
         self.usage.share()
         self._reductions.finish()
         flags.pass_on()
+        # The host waits for the flag of replicas. Without replicas, the comparison has combined it.
+        if late or (groups and self.hooks.compare is not None and flags.read()[1] >= _LATE):
+            self._reduce_late()
         before = self.usage.end_pass(flags, had_all=had_all)
         if before is None:
             return
         # The flag is equal on all ranks, so all ranks join the all-reduce of `learn_orders`, or no rank does.
         if before.read()[1]:
-            learn_orders(self._orders, self._sharers.agreeing, self.usage.device)
+            learn_orders(self._orders, sharers.agreeing, self.usage.device)
         for order in self._orders:
             order.is_agreed = True
 
+    def _reduce_late(self) -> None:
+        """Reduce the chunks once more of which any rank has received gradients after their reduction had begun."""
+        of_ranks = agree(None, self._pass.late, *self._sharers.agreeing).values()
+        for number in sorted(set().union(*of_ranks)):
+            # As after another backward: the optimizer has the first sum, to which the reduction adds the second.
+            self.gradients[number].bind()
+            self._take(self._chunks[number])
+            self._begin(self._chunks[number])
+        self._reductions.finish()
+
     def _forget_pass(self) -> None:
         self._pass = BackwardPass([set() for _ in self._chunks])
-        self._order.observed.clear()
+        self._learned.observed.clear()
