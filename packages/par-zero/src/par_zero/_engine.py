@@ -353,7 +353,7 @@ class Engine:
         """See `par_zero.reset`."""
         self._wait_for_parameters()
         if self._gatherer is not None:
-            self._gatherer.catch_up(*self._reducer.connect_resets())
+            self._gatherer.fail()
         self._reducer.reset()
         for each in self._optimizers:
             each.splitter.leave()

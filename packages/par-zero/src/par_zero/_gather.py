@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -141,9 +140,9 @@ class Gatherer:
             for chunk in unit.chunks:
                 chunk.guard(written)
 
-    def catch_up(self, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
-        """Gather what any rank has gathered in a pass that has failed: see `Executor.catch_up`."""
-        self._executor.catch_up(groups, device)
+    def fail(self) -> None:
+        """Gather in the rest of a failed pass what other ranks gather: see `Executor.fail`."""
+        self._executor.fail()
 
     def reset(self) -> None:
         """Free all units, and forget a pass that has failed. Not collective."""

@@ -377,6 +377,8 @@ def program(module: nn.Module) -> ZeroProgram | None:
 def reset(module: nn.Module) -> None:
     """Drop partial gradients after an exception in forward or backward, so that the next step is correct.
 
+    Call it on all ranks: each rank completes the collectives that other ranks may have begun in the failed pass.
+
     Args:
         module: Module that was passed to `shard`, or an item of it that is called.
 

@@ -30,10 +30,6 @@ how many chunks have all their gradients. All ranks then begin those that are re
 from collections.abc import Callable, Sequence
 from itertools import chain
 
-import torch
-import torch.distributed as dist
-
-from .._collectives import all_reduce
 from .._unit import Unit
 from ..reduce.reducer import Reducer
 from .agreement import FLAGS, Agreement, PassEnd
@@ -232,20 +228,12 @@ class Executor:
         self._reducer.follow(() if program is None else chain.from_iterable(program.reductions))
         return self._pass
 
-    def catch_up(self, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
-        """Execute the part of the program that any rank has executed, because a pass has failed.
-
-        Args:
-            groups: Process groups on which no collective is in flight.
-            device: Device of the exchanged number.
-        """
+    def fail(self) -> None:
+        """Execute the rest of the program for the other ranks, because this rank's pass has failed."""
         current = self._pass
-        at = torch.tensor([0 if current is None else current.at], device=device)
-        for group in groups:
-            all_reduce(at, group, dist.ReduceOp.MAX).wait()
         if current is not None and current.program is not None:
-            # The reducer completes the reductions: not all ranks that have come this far have begun them.
-            self._follow(current, current.program.segments[: int(at)], lambda _: None)
+            self._reducer.early = ()
+            self._follow(current, current.program.segments, self._reducer.begin_failed)
 
     def _follow(
         self, current: Pass, segments: Sequence[PassSegment], reduce: Callable[[int], None] | None = None

@@ -200,16 +200,30 @@ class Reducer:
         begun = torch.tensor([len(current.begun) + (current.empty or 0)], device=self.usage.device)
         for group in groups:
             all_reduce(begun, group, dist.ReduceOp.MAX).wait()
-        # If this rank has not begun its backward, the stand-ins are still in place of gradients.
-        self.usage.stand_ins.take(None)
-        for number in self._order[len(current.begun) + (current.empty or 0) : int(begun)]:
-            self.gradients[number].take(self.buffers.gradients)
-            self._begin(self._chunks[number])
+        self._begin_first(int(begun))
         self._reductions.abandon()
         self._empty.wait()
         # A later call, such as in `reset`, must not begin them again.
         current.begun.update(self._order[: int(begun)])
         current.empty = None
+
+    def begin_failed(self, until: int | None) -> None:
+        """Begin reductions in a pass that has failed on this rank, because other ranks may wait for them.
+
+        Args:
+            until: Number of the last chunk to begin, in the order of the pass. None: all chunks.
+        """
+        # Without a bound, no rank waits for a reduction in backward.
+        if self.is_bounded:
+            self._begin_first(len(self._order) if until is None else self._order.index(until) + 1)
+
+    def _begin_first(self, count: int) -> None:
+        """Begin reductions with the gradients that have arrived, until that many of the pass have begun."""
+        # If this rank has not begun its backward, the stand-ins are still in place of gradients.
+        self.usage.stand_ins.take(None)
+        for number in self._order[self.begun + (self._pass.empty or 0) : count]:
+            self.gradients[number].take(self.buffers.gradients)
+            self._begin(self._chunks[number])
 
     def begin_empty(self, until: int | None) -> None:
         """Begin reductions of zeros, because this rank has departed from the program that other ranks still follow.
@@ -344,16 +358,13 @@ class Reducer:
         finally:
             self._deferring -= 1
 
-    def connect_resets(self) -> tuple[list[dist.ProcessGroup], torch.device]:
-        """Return process groups of all ranks that shard chunks, and a device for what they exchange."""
+    def reset(self) -> None:
+        """Forget a pass that has failed, and its gradients. Collective over all ranks that shard chunks."""
+        self.begin_failed(None)
         # No other communicator is certain to be free: some ranks may have begun collectives that others have not.
         if self._resets is None:
             self._resets = [same_ranks(group, "resets") for group in self._sharers.agreeing]
-        return self._resets, self.usage.device
-
-    def reset(self) -> None:
-        """Forget a pass that has failed, and its gradients. Collective over all ranks that shard chunks."""
-        self.begin_all(self.connect_resets()[0])
+        self.begin_all(self._resets)
         self.usage.forget(self._chunks)
         self._forget_pass()
         self.follow(())
@@ -477,9 +488,11 @@ class Reducer:
         had_all, late, groups = self.usage.has_all, bool(current.late), sharers.agreeing
         mine: list[int] = [had_all, requests_order]
         if self.hooks.compare is not None:
-            mine, late = self.hooks.compare(mine, late)  # first, because ranks that differ raise
+            # First, because ranks that differ raise.
+            (had_on_any, requested), late = self.hooks.compare([had_all, requests_order], late)
             groups = sharers.beside_gathering
-            mine[1] += _LATE * (late and bool(groups))  # for replicas, which the comparison has not reached
+            # Replicas, which the comparison has not reached, receive both flags in one number.
+            mine = [had_on_any, requested + _LATE * (late and bool(groups))]
         self.reduce_rest()
         flags = Flags(mine, groups, self.usage.device)
         # The usage of the previous pass must be exchanged before this pass replaces its flags.
