@@ -1,4 +1,4 @@
-"""Packages declare what they import, and par-groups declares the attributes that two packages use."""
+"""Packages declare what they import, which attributes they share, and where they know one kind of accelerator."""
 
 import ast
 import re
@@ -19,6 +19,18 @@ KEYWORDS = {"par_tokens"}
 
 SET_BY_NAME = {"par_sharding", "par_segments", "par_gradient_elsewhere", "par_pretrained", "par_label", "par_has_alias"}
 """Attributes that every package reads and sets through par-groups, so that only par-groups spells their names."""
+
+CUDA_ONLY = {
+    "par_layers/context/kernels/choose.py": "attention kernels for CUDA",
+    "par_layers/experts/products.py": "grouped matmuls for CUDA",
+    "par_precision/_float8.py": "float8 matmuls for CUDA",
+    "par_precision/_precisions.py": "compute capabilities of NVIDIA GPUs",
+    "par_precision/rounding/rounding.py": "chooses the Triton kernels",
+    "par_precision/rounding/triton.py": "Triton kernels",
+    "par_groups/live/launch.py": "NCCL needs CUDA",
+    "par_zero/_torch_private.py": "names of a tensor's attributes",
+}
+"""Files of src that may name CUDA, with the reason. All other code asks torch.accelerator, or a device's module."""
 
 
 def imported(source):
@@ -64,3 +76,21 @@ def test_attribute_of_two_packages_is_declared_once():
     shared = {name for name, users in packages.items() if len(users) > 1} - modules
     assert shared - declared == KEYWORDS
     assert {name for name in declared if packages[name] == {"par-groups"}} <= SET_BY_NAME
+
+
+def knows_cuda(node):
+    """Return whether a node of a syntax tree is `torch.cuda`, `is_cuda`, or the text of one of them or of a device."""
+    if isinstance(node, ast.Attribute):
+        is_module = node.attr == "cuda" and isinstance(node.value, ast.Name) and node.value.id == "torch"
+        return is_module or node.attr == "is_cuda"
+    return isinstance(node, ast.Constant) and node.value in {"cuda", "is_cuda"}
+
+
+def test_only_files_of_kernels_know_cuda():
+    found = {
+        str(source.relative_to(package / "src"))
+        for package in PACKAGES
+        for source in package.glob("src/**/*.py")
+        if any(map(knows_cuda, ast.walk(ast.parse(source.read_text()))))
+    }
+    assert found == set(CUDA_ONLY)

@@ -163,9 +163,10 @@ def peak_flops_of(device: torch.device, precision: str) -> float | None:
         device: Device of a rank.
         precision: Dtype of the matmuls, such as "bf16" or "fp8"; a suffix such as that of "bf16-amp" is ignored.
     """
-    if device.type != "cuda":
+    if device.type == "cpu":
         return None
-    name = torch.cuda.get_device_name(device)
+    name_of = getattr(torch.get_device_module(device), "get_device_name", None)
+    name = "" if name_of is None else name_of(device)
     kind = precision.partition("-")[0]
     kind = "16" if kind in ("bf16", "fp16") else kind
     return next((peaks.get(kind) for part, peaks in PEAKS.items() if part in name), None)

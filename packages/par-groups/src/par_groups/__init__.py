@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .live.agreement import agree, check_alike, together
     from .live.among import group_among
     from .live.backends import Collective, accelerator_of, backend_of, check_collectives, sendable
-    from .live.copies import HostCopies, HostCopy, copy_to_device, copy_to_host
+    from .live.copies import HostCopies, HostCopy, copy_to_device, copy_to_host, number_on_device
     from .live.launch import Environment, launch
     from .live.logging import RankLogger, get_logger
     from .live.process_groups import ProcessGroups
@@ -129,6 +129,7 @@ __all__ = [
     "is_library_path",
     "kept_tensors",
     "launch",
+    "number_on_device",
     "on_settle",
     "on_written",
     "parse_size",
@@ -167,7 +168,7 @@ _MODULE_OF = {
         "live.agreement": ("agree", "check_alike", "together"),
         "live.among": ("group_among",),
         "live.backends": ("Collective", "accelerator_of", "backend_of", "check_collectives", "sendable"),
-        "live.copies": ("HostCopies", "HostCopy", "copy_to_device", "copy_to_host"),
+        "live.copies": ("HostCopies", "HostCopy", "copy_to_device", "copy_to_host", "number_on_device"),
         "live.launch": ("Environment", "launch"),
         "live.logging": ("RankLogger", "get_logger"),
         "live.process_groups": ("ProcessGroups",),

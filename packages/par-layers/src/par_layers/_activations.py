@@ -286,7 +286,7 @@ class LayerSetOperations:
             return token
         # All ranks add up, all but the first add zeros. A mask, and not zeros_like, keeps x in every rank's graph: each
         # rank must take part in backward.
-        elsewhere = torch.tensor(self.grid.index(axes) > 0, device=x.device)
+        elsewhere = torch.full((), self.grid.index(axes) > 0, device=x.device)
         return reduce_from(token.masked_fill(elsewhere, 0.0), self.grid.group(axes))
 
     def _mark(self, layout: ActivationLayout | None, tokens: Tokens | None = None) -> Mark | None:

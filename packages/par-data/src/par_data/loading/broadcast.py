@@ -87,7 +87,7 @@ class Broadcaster:
         self._first = dist.get_process_group_ranks(group)[0]
         self.is_first = dist.get_rank() == self._first
         self._device = transfer_device(group)
-        self._pinned = pinned and torch.cuda.is_available()
+        self._pinned = pinned and torch.accelerator.is_available()
         self._capacity = _FIRST
 
     def read(self, function: Callable[[], _T]) -> _T:

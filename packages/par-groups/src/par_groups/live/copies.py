@@ -137,6 +137,13 @@ def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def number_on_device(number: float | Tensor, device: torch.device) -> Tensor:
+    """Return a number, or a tensor of one element, as a float64 tensor on a device. The host does not wait."""
+    if isinstance(number, Tensor):
+        return copy_to_device(number.to(torch.float64), device)
+    return torch.full((), number, dtype=torch.float64, device=device)  # a kernel, which has the number as argument
+
+
 def copy_to_host(tensor: Tensor) -> tuple[Tensor, torch.Event]:
     """Begin to copy a tensor of an accelerator to the host.
 

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from par_groups import copy_to_device
+
 from .._tensor_cache import kept_in
 from .columns import empty_like
 from .kernels.choose import Kernels
@@ -120,7 +122,7 @@ class Masks:
         key = (like.device, like.dtype, queries, keys, bounds.tobytes())
 
         def make() -> Tensor:
-            low, high = torch.from_numpy(bounds).to(like.device).unsqueeze(-1)
+            low, high = copy_to_device(torch.from_numpy(bounds), like.device).unsqueeze(-1)
             places = torch.arange(keys, device=like.device)
             mask = torch.zeros((queries, keys), dtype=like.dtype, device=like.device)
             return mask.masked_fill_((places < low) | (places >= high), -torch.inf)
@@ -134,7 +136,7 @@ class Masks:
         def make() -> Documents:
             numbers = np.tile(np.array(lengths, np.int32), (len(like), 1))
             ends = np.concatenate([np.zeros((1, 2), np.int32), np.cumsum(numbers, 0, dtype=np.int32)])
-            queries, keys = (torch.from_numpy(np.ascontiguousarray(x)).to(like.device) for x in ends.T)
+            queries, keys = (copy_to_device(torch.from_numpy(np.ascontiguousarray(x)), like.device) for x in ends.T)
             return Documents(queries, keys, *(int(most) for most in numbers.max(0)))
 
         return kept_in(self.documents, key, make)

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import functional
 
+from par_groups import copy_to_device
+
 from .._once import once_differentiable
 from .._torch_private import apart, assert_async, gelu_backward, silu_backward
 
@@ -61,7 +63,7 @@ class ExpertSegments:
         """The end of each expert's rows, int32 [E], on the device."""
         counts = self._counts if isinstance(self._counts, Tensor) else torch.tensor(self._counts)
         offsets = counts.cumsum(0, dtype=torch.int32)
-        return offsets if self._device.type == "cpu" else offsets.to(self._device, non_blocking=True)
+        return copy_to_device(offsets, self._device)
 
     def of(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """Return, for each expert, its rows of every tensor."""

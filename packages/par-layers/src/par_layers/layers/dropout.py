@@ -120,7 +120,7 @@ def numbers_of_rank(device: torch.device, grid: Grid) -> Iterator[None]:
     text = f"{draw_key().item()}/{grid.index(grid.tensor_axes)}"
     seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
     on_cpu = device.type == "cpu"
-    with torch.random.fork_rng([] if on_cpu else [device.index], device_type="cuda" if on_cpu else device.type):
+    with torch.random.fork_rng([] if on_cpu else [device.index], device_type=device.type):
         if on_cpu:
             torch.default_generator.manual_seed(seed)  # torch.manual_seed goes through all kinds of devices
         else:

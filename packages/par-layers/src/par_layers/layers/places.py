@@ -7,6 +7,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from par_groups import copy_to_device
+
 from .._tensor_cache import tensor_cache
 from .._torch_private import disable_dynamo
 from ..context.tokens import Tokens
@@ -127,11 +129,12 @@ def check_tokens(tokens: Tokens, ranks: int, length: int, who: str) -> None:
 # The first layer computes the positions of a batch and copies them to the device; later layers read the cache.
 @tensor_cache(maxsize=64)
 def _in_row(tokens: Tokens, rank: int, here: tuple[int, int], device: torch.device) -> Tensor:
-    return torch.from_numpy(tokens.index(rank)[slice(*here)]).to(device)
+    return copy_to_device(torch.from_numpy(tokens.index(rank)[slice(*here)]), device)
 
 
 @tensor_cache(maxsize=64)
 def _in_document(
     tokens: Tokens, rank: int, rows: tuple[int, int], here: tuple[int, int], device: torch.device
 ) -> Tensor:
-    return torch.from_numpy(tokens.positions(rank)[slice(*rows), slice(*here)].copy()).to(device)
+    positions = tokens.positions(rank)[slice(*rows), slice(*here)].copy()
+    return copy_to_device(torch.from_numpy(positions), device)

@@ -1,8 +1,10 @@
 """Checks of the options of a run before any rank starts: parallel config, batch, model, files. Imports no torch."""
 
+import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from par_data import FolderText
@@ -27,6 +29,12 @@ _OF_EXISTING = (
     *(f"adapter.{one.name}" for one in fields(AdapterOptions)),
     *(f"sample.{one.name}" for one in fields(SampleOptions)),
 )
+
+_DRIVERS = (
+    *("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd"),
+    *("/dev/dri", "/dev/accel", "/dev/davinci_manager"),
+)
+"""Paths of which a host with an accelerator has one."""
 
 
 def check_config(options: Options, world_size: int) -> Topology:
@@ -318,3 +326,20 @@ def _check_experts(options: Options, topology: Topology) -> None:
             f"model.expert_hidden {model.features} does not divide by the {parts} tensor ranks that an expert is cut "
             "over; use a multiple, or parallel.expert.tensor 1"
         )
+
+
+def accelerator_count() -> int:
+    """Return the number of accelerators whose tensors a backend of their own sends, such as NCCL or XCCL.
+
+    The function imports torch, which is slow, only if the host has a driver of an accelerator.
+    """
+    if sys.platform == "linux" and not any(Path(driver).exists() for driver in _DRIVERS):
+        return 0
+    import torch  # noqa: PLC0415
+    import torch.distributed as dist  # noqa: PLC0415
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    # gloo cannot reduce tensors of MPS, so a Mac trains on its CPU.
+    if accelerator is None or dist.get_default_backend_for_device(accelerator) == "gloo":
+        return 0
+    return torch.accelerator.device_count()

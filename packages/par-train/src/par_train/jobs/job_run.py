@@ -30,7 +30,7 @@ from ..run.policies import LoggingPolicy, MonitoringPolicy
 from ..run.saver import Saver
 from ..run.stop import Stop, one_traceback
 from .begin import Start, after_restart, find_start, leave_if_asked
-from .checks import check_config
+from .checks import accelerator_count, check_config
 from .options import Options, learning_rate
 from .report import print_banner, print_spent, print_summary
 from .trainer import StepResult, Trainer
@@ -53,7 +53,7 @@ def train(options: Options, stop: Stop) -> int:
         UserError: The options or files of a rank are not usable; on every rank.
         StoppedEarly: A rank was asked to leave before training began; on every rank.
     """
-    cpu = options.device == "cpu" or not torch.cuda.is_available()
+    cpu = options.device == "cpu" or not accelerator_count()
     with as_user_error():  # such as two launchers at a time
         world = launch(device="cpu" if cpu else None)
     with world as environment, one_traceback():

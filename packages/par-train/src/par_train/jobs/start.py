@@ -9,7 +9,6 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from par_groups import STOP_SIGNALS, block_stop_signals, read_environment
@@ -18,7 +17,7 @@ from .._errors import UserError, as_user_error
 from ..run.lock import NEAR, SAVED, has_come_to
 from ..run.output import say
 from ..run.stop import exit_code, handled_signals, leave_terminal
-from .checks import check_config, check_files
+from .checks import accelerator_count, check_config, check_files
 from .options import Options
 from .rank import join
 
@@ -55,22 +54,12 @@ def run(options: Options) -> int:
 
 def _rank_count(options: Options) -> int:
     """Return the number of ranks to start."""
-    gpus = _gpu_count() if options.device == "auto" else 0
+    gpus = accelerator_count() if options.device == "auto" else 0
     if options.ranks == "auto":
         return gpus or 2
     if gpus and options.ranks > gpus:
         raise UserError(f"ranks is {options.ranks}, but there are {gpus} GPUs; start fewer, or use --device cpu")
     return options.ranks
-
-
-def _gpu_count() -> int:
-    """Return the number of GPUs. Imports torch, which is slow, only if the host has a GPU driver."""
-    drivers = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
-    if sys.platform == "linux" and not any(Path(driver).exists() for driver in drivers):
-        return 0
-    import torch  # noqa: PLC0415
-
-    return torch.cuda.device_count()
 
 
 def _start(options: Options, ranks: int) -> int:

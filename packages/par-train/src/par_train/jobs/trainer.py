@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from par_checkpoint import Checkpoints, Format, Save
 from par_data import IGNORE_INDEX, split_evenly
-from par_groups import STOP_SIGNALS, ProcessGroups, agree, sharding_of
+from par_groups import STOP_SIGNALS, ProcessGroups, agree, copy_to_device, number_on_device, sharding_of
 from par_pipeline import PipelineError, Schedule, Timeline
 from par_precision import MixedOptimizer, Step
 
@@ -164,7 +164,7 @@ class Trainer:
         numbers = (FAILED, *STOP_SIGNALS)
         # Signals travel with the loss, in the one all-reduce that each step needs anyway.
         asked = [float(signal == each) for each in numbers]
-        sums = torch.tensor([0.0, 0.0, *asked], dtype=torch.float64, device=self.strategy.device)
+        sums = copy_to_device(torch.tensor([0.0, 0.0, *asked], dtype=torch.float64), self.strategy.device)
         sums[1] = count
         sums[0] = torch.where(sums[1] > 0, loss * sums[1], 0.0)  # the mean over no target is NaN
         # Sum over the world, shape (2 + numbers,). The ranks of a replica have the same numbers, so the mean is right.
@@ -206,7 +206,7 @@ class Trainer:
         """Return the sum of the losses of the first `count` of some held-out rows and their targets, fp64 [2]."""
         batch = default_collate([self.data.held_out[0, int(row)] for row in rows])
         batch["labels"][count:] = IGNORE_INDEX
-        targets = target_count(batch).to(self.strategy.device, torch.float64)
+        targets = number_on_device(target_count(batch), self.strategy.device)
         given, criterion = self.recipe.prepare(batch)
         loss = self.strategy.execute_pipeline(iter([given]), self.model, criterion, forward_only=True)
         return torch.stack([torch.where(targets > 0, loss * targets, 0.0), targets])

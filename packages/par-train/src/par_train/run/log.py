@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from par_groups import agree, together
+from par_groups import agree, number_on_device, together
 
 from ..strategy.strategy import Strategy
 from .files import RunFiles
@@ -123,7 +123,7 @@ class Gathered:
         table = self._table.items()
         sums = [self._sums.get(name, none) if first == self._first else none for name, (_, first) in table]
         numbers: list[Tensor | float] = [news, *(number for each in sums for number in (each.total, each.times))]
-        packed = torch.stack([torch.as_tensor(each, dtype=torch.float64, device=self._device) for each in numbers])
+        packed = torch.stack([number_on_device(each, self._device) for each in numbers])
         if dist.get_world_size() > 1:
             dist.all_reduce(packed)
         found: list[float] = packed.tolist()

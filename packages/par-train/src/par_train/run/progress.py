@@ -4,6 +4,7 @@ import resource
 import shutil
 import sys
 import time
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -138,10 +139,13 @@ def samples_of(line: Line) -> list[str]:
 
 
 def memory() -> str:
-    """Return the peak memory of this process: of its GPU, or of the host if it has no GPU."""
-    on_gpu = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    """Return the peak memory of this process: of its accelerator, or of the host if it has none."""
+    on_device = 0
+    if torch.accelerator.is_available():
+        with suppress(RuntimeError):  # not every accelerator's allocator counts
+            on_device = torch.accelerator.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes on macOS, KiB elsewhere
-    return tqdm.format_sizeof(on_gpu or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "iB", 1024)
+    return tqdm.format_sizeof(on_device or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "iB", 1024)
 
 
 def short(number: float) -> str:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from par_data import read_once
-from par_groups import ProcessGroups, data_axes, splits_sequence
+from par_groups import ProcessGroups, data_axes, number_on_device, splits_sequence
 from par_layers import LossFactor
 from par_layers.pretrained import CausalModel, pretrained_of, unlike_causal
 from par_pipeline import Batch, LossWeight, Pipeline, PipelineStages, Schedule, StageRunner, split_keywords
@@ -183,7 +183,7 @@ class Execution:
         self._sum, self._count = self._sum + total.detach().double(), self._count + count
         if not isinstance(given, tuple):
             return self._scaled(self._factor.of(given), None)
-        weight = torch.as_tensor(count, dtype=torch.float64, device=total.device)
+        weight = number_on_device(count, total.device)
         mean = total / torch.where(weight > 0, weight, 1.0).to(total.dtype)  # a sum of no items is 0, not NaN
         undone = sum(self._weights) / rows if self.normalizes else 1.0
         return self._scaled(self._factor.of(mean) * undone, weight)
@@ -208,11 +208,11 @@ class Execution:
         device = self._groups.device
         mean = torch.zeros((), dtype=torch.float64, device=device)
         if self.pipeline.is_last:
-            mean = torch.as_tensor(self._sum / self._count, dtype=torch.float64, device=device)
+            mean = number_on_device(self._sum / self._count, device)
         if self.pipeline.is_last and splits_sequence(self._groups.topology):
-            count = torch.as_tensor(self._count, dtype=torch.float64, device=device)
+            count = number_on_device(self._count, device)
             # Sequence ranks have different numbers of labels, so sums and counts are reduced, not means.
-            both = torch.stack([torch.as_tensor(self._sum, dtype=torch.float64, device=device), count])
+            both = torch.stack([number_on_device(self._sum, device), count])
             dist.all_reduce(both, group=self._groups["sequence"])
             mean = both[0] / both[1]
         if self._groups.size("pipeline") > 1:

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from par_groups import copy_to_device
+
 from ..._collectives import finish
 from ..._tensor_cache import kept_in
 from ..._torch_private import functional_collectives
@@ -100,7 +102,7 @@ class KeyExchange:
             fetch.receive_splits(batch),
             fetch.buffered(batch),
             tuple(_as_slice(part, device) for part in parts),
-            None if order is None else torch.from_numpy(order).to(device),
+            None if order is None else copy_to_device(torch.from_numpy(order), device),
         )
 
     def start(self, k: Tensor, v: Tensor, group: str) -> list[Tensor]:
@@ -344,4 +346,4 @@ def _as_slice(index: Ints, device: torch.device) -> "slice | Tensor":
         return slice(0, 0)
     if len(index) == index[-1] - index[0] + 1 and np.all(np.diff(index) == 1):
         return slice(int(index[0]), int(index[-1]) + 1)
-    return torch.from_numpy(index).to(device)
+    return copy_to_device(torch.from_numpy(index), device)
