@@ -34,6 +34,7 @@ from par_checkpoint.storage.objects.requests import load_requests, save_requests
 from par_checkpoint.storage.steps import read_manifest
 from par_checkpoint.transfer.read import window_of
 from par_groups import Box, Sharding
+from par_testing import storm
 
 from . import stores
 
@@ -235,8 +236,8 @@ def test_latest_looks_at_manifests_and_a_step_without_one_does_not_count(store):
             }
         },
         {"fail": {"ListParts": 1, "ListObjectsV2": 1, "ListMultipartUploads": 1, "DeleteObjects": 1, "GetObject": 2}},
-        {"cut": 3},
-        {"short": 3},
+        storm({"cut": 3}),
+        storm({"short": 3}),
         {"cut": 1, "short": 1, "slow": 0.03},
     ],
 )
@@ -485,8 +486,15 @@ def test_what_the_store_refuses_is_said_in_words(store, monkeypatch):
     assert verify(f"{ROOT}/c") == []
 
 
-@pytest.mark.parametrize("unknown", ["ListMultipartUploads", "DeleteObjects"])
-@pytest.mark.parametrize("writer", ["auto", "owner"])
+@pytest.mark.parametrize(
+    ("unknown", "writer"),
+    [
+        ("ListMultipartUploads", "auto"),
+        ("DeleteObjects", "owner"),
+        storm("ListMultipartUploads", "owner"),
+        storm("DeleteObjects", "auto"),
+    ],
+)
 def test_save_needs_no_request_that_some_stores_lack(store, unknown, writer):
     store.start(refuse=(unknown,))
     for seed in range(2):

@@ -63,7 +63,7 @@ def check(program, one_process=None):
         raise
 
 
-@pytest.mark.parametrize("seeds", [range(2), storm(range(2, 25))], ids=["some", "others"])
+@pytest.mark.parametrize("seeds", [range(1), storm(range(1, 25))], ids=["some", "others"])
 @pytest.mark.parametrize("name", SETUPS)
 @pytest.mark.ranks([storm(2), 3], timeout=120)
 def test_random_programs_equal_one_process(name, seeds):
