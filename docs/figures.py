@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from against import draw_against
 from copies import draw_copies
+from lanes import draw_lanes
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from regions import draw_region
@@ -82,6 +83,7 @@ def main() -> None:
     draw_placements(IMAGES / "placement.svg")
     draw_tiers(IMAGES / "plan-tiers.svg")
     draw_budgets(IMAGES / "memory-budget.svg")
+    draw_lanes(IMAGES / "offload-lanes.svg")
     draw_region(IMAGES / "region.svg")
     draw_travels(IMAGES / "experts-travel.svg")
     draw_copies(IMAGES / "checkpoint-copies.svg")

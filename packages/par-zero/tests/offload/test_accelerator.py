@@ -5,7 +5,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_precision import clip_grad_norm_
 from par_testing import Accelerator, for_each, storm, waits_seen
 from par_zero import Offload, no_sync, residency, shard, summon
 
@@ -61,7 +60,7 @@ def trained(
                 loss.backward()
             losses.append(loss.detach())
         if limit is not None:
-            clip_grad_norm_(optimizer, limit, group)
+            pytest.importorskip("par_precision").clip_grad_norm_(optimizer, limit, group)
         for each in optimizer.param_groups:
             each["lr"] *= 0.9
         optimizer.step()
@@ -100,6 +99,33 @@ def test_microbatches_are_added_on_the_device(stage, sync, offload):
 @on_device
 def test_clipping_reads_gradients_on_the_host(stage, offload):
     assert_same(trained(stage, Offload(**offload), limit=0.01), trained(stage, limit=0.01))
+
+
+@pytest.mark.ranks(1, backend="strict", accelerator=Accelerator())
+def test_checkpoints_load_with_and_without_offload(tmp_path):
+    checkpoint = pytest.importorskip("par_checkpoint")
+
+    def saved_and_stepped(name, other, offload):
+        """Save a late step at once; then load the other checkpoint, and return what a step makes of it."""
+        torch.manual_seed(0)
+        module = Blocks().to("strict")
+        optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+        shard(module, optimizer, stage=2, group=dist.group.WORLD, offload=offload)
+        batch = torch.ones(4, 32, device="strict")
+        module(batch).sum().backward()
+        optimizer.step()
+        checkpoint.save(tmp_path / name, model=module, optimizer=optimizer)
+        optimizer.zero_grad()
+        if other is not None:
+            checkpoint.load(tmp_path / other, model=module, optimizer=optimizer)
+        module(batch).sum().backward()
+        optimizer.step()
+        with summon(module):
+            return {name: parameter.detach().cpu() for name, parameter in module.named_parameters()}
+
+    expected = saved_and_stepped("without", None, None)
+    assert_same(saved_and_stepped("with", "without", HOST), expected)
+    assert_same(saved_and_stepped("again", "with", None), expected)
 
 
 @for_each(stage=STAGES)
