@@ -38,11 +38,22 @@ STRICT_COVER = (
 )
 """The rank tests that CI runs on strict ranks, under three minutes: what launches and waits, in every package."""
 
-ACCELERATOR = ("tests-integration/gpu",)
-"""The tests that run on a strict accelerator: those of a GPU."""
+ACCELERATOR_COVER = (
+    "tests-integration/gpu",
+    "--ignore=tests-integration/gpu/test_train_gpu.py",  # commands in processes of their own
+    "packages/par-precision/tests/norm",
+)
+"""The tests that CI runs on a strict accelerator, under three minutes: those of a GPU, and rank tests."""
 
-ACCELERATOR_COVER = (*ACCELERATOR, "--ignore=tests-integration/gpu/test_train_gpu.py")
-"""The part of them that CI runs, under two minutes; the main job in a process of its own takes longer."""
+ACCELERATOR = (
+    "tests-integration/gpu",
+    "packages/par-checkpoint/tests/test_save.py",
+    "packages/par-precision/tests/norm",
+    "packages/par-zero/tests/test_equality.py",
+    "packages/par-zero/tests/test_gather.py",
+    "packages/par-zero/tests/test_reduce.py",
+)
+"""All tests that run there."""
 
 PORTABLE = (
     "packages/par-groups/tests/topology",

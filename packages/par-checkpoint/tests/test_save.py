@@ -65,6 +65,7 @@ def test_data_is_aligned_as_memory_is(numel, tmp_path):
     assert (8 + header) % 64 == 0
 
 
+@pytest.mark.cpu(reason="compares with a file read on the host")
 @pytest.mark.ranks(2)
 def test_all_dtypes_cut_by_columns(tmp_path):
     model, layout = {}, {}
@@ -223,6 +224,7 @@ def test_what_the_caller_got_wrong_is_said_on_every_rank_and_nothing_is_written(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c"]
 
 
+@pytest.mark.cpu(reason="compares with a file read on the host")
 @pytest.mark.ranks(4)
 def test_only_members_of_a_group_save_and_load(tmp_path):
     half = dist.new_group([1, 2])
@@ -281,6 +283,7 @@ def test_extra_comes_back_nested_and_typed(tmp_path):
     assert found["scaler"]["scale"] == 65536
 
 
+@pytest.mark.cpu(reason="compares with a file read on the host")
 @pytest.mark.ranks(4)
 def test_a_tensor_larger_than_the_budget_goes_round_by_round(tmp_path):
     rank, width = dist.get_rank(), 1024
@@ -382,6 +385,7 @@ def test_what_a_scheduler_says_must_be_the_same_on_all_ranks(tmp_path):
         save(tmp_path / "c", scheduler=Noted())
 
 
+@pytest.mark.cpu(reason="compares with a file read on the host")
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("style", ["huggingface", "torch"])
 def test_extra_that_differs_between_ranks_is_kept_for_each(tmp_path, style):

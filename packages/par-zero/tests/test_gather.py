@@ -462,6 +462,7 @@ def test_units_are_gathered_over_the_communicator_that_is_given():
         assert_same(whole(module), whole(other))
 
 
+@pytest.mark.cpu(reason="autocast of the CPU")
 @pytest.mark.ranks(2)
 def test_under_autocast_parameters_of_another_dtype_are_refused_on_all_ranks():
     module, optimizer = sharded(mlp(), 3)
@@ -491,6 +492,7 @@ class CastsInside(nn.Module):
             return self.second(x)
 
 
+@pytest.mark.cpu(reason="autocast of the CPU")
 @pytest.mark.ranks(2)
 def test_autocast_within_a_unit_is_refused_too():
     module, _ = sharded(nn.Sequential(CastsInside(), CastsInside()), 3)
@@ -532,6 +534,7 @@ def test_strict_ranks_tell_what_lies_in_a_flat_buffer(stage):
         acts[dist.get_rank()]()
 
 
+@pytest.mark.cpu(reason="NumPy")
 @pytest.mark.ranks(2)
 def test_what_numpy_has_seen_inside_summon_does_not_stop_training():
     """Torch does not let the memory of such a tensor be given back."""

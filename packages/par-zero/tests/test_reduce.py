@@ -132,6 +132,7 @@ class Mixed(nn.Module):
         return x
 
 
+@pytest.mark.cpu(reason="waits of a strict device block its host, unlike NCCL")
 @for_each(stage=(0, 1, 2, 3))
 @pytest.mark.ranks(2)
 def test_nothing_in_backward_waits_for_a_rank_that_waits_for_this_one_in_backward(stage):
@@ -191,6 +192,7 @@ def check_in_a_row(stage, forwards, backwards):
         assert_near(one, other)
 
 
+@pytest.mark.cpu(reason="waits of a strict device block its host, unlike NCCL")
 @for_each(stage=(0, storm(1), 3), times=((1, 1), (1, 2), (2, 1)))
 @pytest.mark.ranks(2)
 def test_two_modules_on_one_group_may_leave_parameters_unused_on_one_rank(stage, times):
@@ -230,6 +232,7 @@ ORDERS = {
 }
 
 
+@pytest.mark.cpu(reason="counts what gloo launches")
 @for_each(stage=(0, 3), how=ORDERS)  # gradients are reduced at stages 1 and 2 as at stage 3
 @pytest.mark.ranks(2)
 def test_no_chunk_holds_back_the_others_once_the_order_is_learned(stage, how):

@@ -56,6 +56,7 @@ def test_gradients_of_zero_stay_zero():
     assert torch.equal(one.grad, torch.zeros(3))
 
 
+@pytest.mark.cpu(reason="a mesh of CPUs")
 @pytest.mark.ranks(2)
 def test_dtensors_and_plain_tensors_are_clipped_together_with_one_all_reduce():
     mesh = init_device_mesh("cpu", (2,))

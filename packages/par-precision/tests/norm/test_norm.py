@@ -167,6 +167,7 @@ def test_a_bf16_norm_has_more_digits_than_bf16():
     assert abs(torch.nn.utils.get_total_norm([one.grad]).item() / expected - 1) > 1e-4  # what torch gives
 
 
+@pytest.mark.cpu(reason="arithmetic on sparse tensors")
 @pytest.mark.ranks(2)
 def test_a_sparse_gradient_on_one_rank_is_an_error_on_both():
     one = parameter(torch.tensor([3.0, 4.0]))

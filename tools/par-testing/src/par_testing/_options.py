@@ -62,6 +62,7 @@ class RanksOptions:
         dies: The ranks that must be ended by a signal.
         strict: What a strict backend enforces, if not its defaults.
         accelerator: The strict device that each rank has, if any.
+        by_default: Whether tensors of the test are made on it if the test names no device.
     """
 
     sizes: tuple[int, ...]
@@ -73,6 +74,7 @@ class RanksOptions:
     dies: tuple[int, ...]
     strict: Strict | None
     accelerator: Accelerator | None
+    by_default: bool = False
 
 
 def _validate(options: RanksOptions) -> None:

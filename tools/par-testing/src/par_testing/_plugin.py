@@ -88,6 +88,7 @@ def pytest_configure(config: pytest.Config) -> None:
         'accelerator(limit=None, devices=1, segments="exact", races="error", waits="count", costs=Costs()): run the '
         'test body in a process of its own that has a device "strict", which enforces the rules of a GPU',
     )
+    config.addinivalue_line("markers", "cpu(reason): a rank test of tensors on the CPU, which --accelerator leaves out")
     if config.getoption("accelerator"):
         os.environ[ENVIRONMENT] = "1"  # which modules of tests and ranks read, see `accelerator_type`
     if find_spec("hypothesis") is not None:
@@ -188,7 +189,9 @@ def _options_of(item: pytest.Item) -> RanksOptions | None:
         return ranks(1, backend="strict", init=False, accelerator=accelerator)
     options = ranks(*mark.args, **mark.kwargs)
     if accelerator is not None:
-        options = replace(options, accelerator=accelerator)
+        # A test of a GPU names its device; others are to run on this one as they are.
+        by_default = device is None and item.get_closest_marker("gpu") is None
+        options = replace(options, accelerator=accelerator, by_default=by_default)
     strict = item.config.getoption("backend") == "strict" or everywhere
     if not strict or not _asks_for_any_backend(item):
         return options
@@ -198,7 +201,9 @@ def _options_of(item: pytest.Item) -> RanksOptions | None:
 
 
 def _asks_for_any_device(item: pytest.Item) -> bool:
-    """Whether it runs on a GPU, or is a rank test with a process group, whatever its backend."""
+    """Whether it runs on a GPU, or is a rank test with a process group, whatever its backend and device."""
+    if item.get_closest_marker("cpu") is not None:
+        return False
     return item.get_closest_marker("gpu") is not None or _asks_for_any_backend(item)
 
 

@@ -108,6 +108,7 @@ def module(native: Any, devices: int) -> ModuleType:
     made.__dict__.update(
         Event=Event,
         Stream=Stream,
+        _initialized=True,  # else `checkpoint` does not put the device's generator back for its recomputation
         _is_in_bad_fork=lambda: False,
         _lazy_init=lambda: None,
         _sleep=sleep,

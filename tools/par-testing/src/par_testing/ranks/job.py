@@ -62,6 +62,7 @@ class Job:
         referee: The folder of the referee, if the backend is strict.
         strict: What is enforced then.
         accelerator: The strict device of the rank, if it has one.
+        by_default: Whether tensors of the test are made on it if the test names no device.
     """
 
     body: Body
@@ -78,6 +79,7 @@ class Job:
     referee: Path | None
     strict: Strict | None
     accelerator: Accelerator | None
+    by_default: bool
 
 
 HOST = "127.0.0.1"

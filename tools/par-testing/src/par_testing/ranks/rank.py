@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
+from ..accelerator.by_default import ByDefault
 from ..accelerator.device import enable
 from ..accelerator.ranks import RankDevice
 from ..report.outcome import Ending, Outcome
@@ -50,7 +51,8 @@ def _run_body(job: Job) -> Outcome:
             if job.init:
                 _init_process_group(job)
             function, arguments = load(job.body)
-            _call(function, arguments)
+            with ByDefault() if job.by_default else nullcontext():
+                _call(function, arguments)
     except BaseException as error:  # reported to the pytest process, whatever it is
         return _outcome_of(error, job.rank)
     return Outcome(rank=job.rank, ending=Ending.PASSED, time=time.monotonic(), headline="returned")

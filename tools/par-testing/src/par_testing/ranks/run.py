@@ -40,6 +40,7 @@ def run_on_ranks(item: pytest.Function, options: RanksOptions, size: int, contex
         filters=warning_filters_of(item),
         strict=options.strict or Strict() if options.backend == "strict" else None,
         accelerator=options.accelerator,
+        by_default=options.by_default,
     )
     with turn(item.config.rootpath, size):
         ended = run_world(context, world)

@@ -40,6 +40,7 @@ class World:
         filters: The warning filters of the test.
         strict: What is enforced, if the backend is strict.
         accelerator: The strict device of each rank, if it has one.
+        by_default: Whether tensors of the test are made on it if the test names no device.
     """
 
     body: Body
@@ -52,6 +53,7 @@ class World:
     filters: tuple[str, ...]
     strict: Strict | None
     accelerator: Accelerator | None = None
+    by_default: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +110,7 @@ def _jobs(world: World, port: int, folder: Path, referee: Path | None) -> list[J
             referee=referee,
             strict=world.strict,
             accelerator=world.accelerator,
+            by_default=world.by_default,
         )
         for rank in range(world.size)
     ]
