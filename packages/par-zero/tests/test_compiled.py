@@ -102,6 +102,21 @@ def test_compiled_module_at_stage_3_breaks_only_at_units():
 
 
 @pytest.mark.ranks(2)
+def test_compiled_blocks_within_one_unit_share_one_graph():
+    results = []
+    for backend in (None, graphs := CompileCounterWithBackend("aot_eager")):
+        module = nn.Sequential(*blocks(depth=1), blocks(depth=3))
+        for block in module[2][1:] if backend else ():
+            block.compile(backend=backend, fullgraph=True)
+        module, optimizer = sharded(module, 3)
+        for step in range(2):
+            train(module, optimizer, [[batch(step, width=8)]])
+        results.append(whole(module))
+    assert_same(*results)
+    assert graphs.frame_count == 1
+
+
+@pytest.mark.ranks(2)
 def test_inner_module_of_compiled_unit_called_directly_raises():
     module, optimizer = sharded(blocks(depth=3), 3)
     train(module, optimizer, [[batch(0, width=8)]])

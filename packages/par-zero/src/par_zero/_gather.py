@@ -66,6 +66,7 @@ class Gatherer:
             for module in unit.modules:
                 module.register_forward_pre_hook(drop)
                 hook_(module, partial(self._enter, unit), partial(self._leave, unit))
+        unit_modules = {module for unit in units for module in unit.modules}
         unit_of = {id(member.parameter): unit for unit in units for chunk in unit.chunks for member in chunk.members}
         for module in root.modules():
             own = [unit_of[id(tensor)] for tensor in module.parameters(recurse=False) if id(tensor) in unit_of]
@@ -76,6 +77,11 @@ class Gatherer:
             if others:
                 hooks = hook_(module, partial(self._enter_part, others), partial(self._leave_part, others))
                 self._inner_hooks[module] = hooks
+        # A compiled module may be smaller than a unit, such as a block of a pipeline stage.
+        for module in [module for module in root.modules() if module not in unit_modules]:
+            if any(inner in self._inner_hooks for inner in module.modules() if inner is not module):
+                handle = module.register_forward_pre_hook(drop)
+                self._inner_hooks[module] = (*self._inner_hooks.get(module, ()), handle)
 
     def read_ahead(self) -> None:
         """Prefetch shards that are stored on a disk before their unit is gathered."""
@@ -356,18 +362,19 @@ class Gatherer:
 
 
 def _drop_inner_hooks(hooks: dict[nn.Module, tuple[RemovableHandle, ...]], module: nn.Module, *_: Any) -> None:
-    """Remove the hooks of the modules within a unit, if torch.compile compiles the unit's forward.
+    """Remove the hooks of the modules within a module, if torch.compile compiles the module's forward.
 
     They serve a caller who calls an inner module without its unit. In a compiled forward each of them would break the
     graph, and torch.compile guards on their ids, so blocks with equal code could not share a graph.
 
     Args:
-        hooks: Handles of the hooks of all inner modules.
-        module: Module of a unit, whose forward begins.
+        hooks: Handles of the hooks of all modules within units.
+        module: Module whose forward begins.
     """
     if hooks and (callable(compiles_frames()) or is_compiled(module)):
         for inner in module.modules():
-            for handle in hooks.pop(inner, ()):
+            # The module's own hooks run outside of its graph, and those after forward must match those before it.
+            for handle in hooks.pop(inner, ()) if inner is not module else ():
                 handle.remove()
 
 
