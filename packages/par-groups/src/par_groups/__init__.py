@@ -12,6 +12,7 @@ from ._error_text import error_text
 from ._registry import Registry
 from ._sizes import format_bytes, format_seconds, parse_size
 from ._slotted import slotted_attributes
+from ._wrappers import original_name
 from .live.environment import Launch, read_environment
 from .live.signals import STOP_SIGNALS, block_stop_signals
 from .sharding.sharding import Box, Sharding, cut, part_of, set_sharding, whole
@@ -132,6 +133,7 @@ __all__ = [
     "number_on_device",
     "on_settle",
     "on_written",
+    "original_name",
     "parse_size",
     "part_of",
     "read_environment",

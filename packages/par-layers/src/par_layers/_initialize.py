@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from par_groups import Sharding, sharding_of
+from par_groups import Sharding, original_name, sharding_of
 
 from ._random_bits import random_bits
 from .experts.router import Router
@@ -48,8 +48,9 @@ def initialize(
     check_records(model, "par_init")
     for name, module in model.named_modules():
         if isinstance(module, Router):
-            module.name = prefix + name
-    for name, parameter in model.named_parameters():
+            module.name = prefix + original_name(name)
+    for given, parameter in model.named_parameters():
+        name = original_name(given)  # the same weights, whether or not torch.compile wraps a module
         if not isinstance(parameter, HasInit):
             if parameter.is_meta:
                 raise ValueError(

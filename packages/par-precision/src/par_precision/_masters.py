@@ -16,6 +16,7 @@ from par_groups import (
     follow_written_,
     on_settle,
     on_written,
+    original_name,
     set_gradient_elsewhere,
     set_sharding,
     sharding_of,
@@ -81,7 +82,7 @@ class Masters(Weights):
         self._master_versions: list[int] = []
         self._stand_ins: dict[Pair, Tensor] = {}  # made once for each parameter
         self._shown: set[Pair] = set()  # those whose parameter was given its stand-in
-        names = {parameter: name for name, parameter in module.named_parameters()}
+        names = {parameter: original_name(name) for name, parameter in module.named_parameters()}
         for group in optimizer.param_groups:
             parameters = group["params"]
             group["param_names"] = [names[parameter] for parameter in parameters]

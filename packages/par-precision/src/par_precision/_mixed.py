@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from par_groups import check_owned, kept_tensors
+from par_groups import check_owned, kept_tensors, original_name
 
 from ._checks import check, check_all, check_cut, is_own, lack_of_layers, recorded
 from ._float8 import convert_to_float8_
@@ -220,7 +220,7 @@ def _prepared(
         copies.watch(module)
         return module, copies
     if precision.rounded:
-        names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+        names: dict[Tensor, str] = {tensor: original_name(name) for name, tensor in module.named_parameters()}
         step = StochasticStep(seed=rounding.seed, names=names, moments=rounding.moments)
         return module, RoundedWeights(optimizer, ownership, step)
     return module, OwnWeights(optimizer, ownership)

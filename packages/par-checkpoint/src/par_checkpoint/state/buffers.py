@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from par_groups import attributes
+from par_groups import attributes, original_name
 
 from .._errors import CheckpointError
 from .._torch_private import buffers_of, non_persistent_buffers, version_of
-from .model import Model, clean, materialise_, unwrapped
+from .model import Model, materialise_, unwrapped
 from .transformers import is_pretrained, pretrained_of
 
 _MARK = "_is_hf_initialized"
@@ -106,7 +106,7 @@ def _meta_buffers(module: nn.Module, prefix: str, maker: Any, seen: set[int]) ->
     for key in sorted(non_persistent_buffers(module)):
         buffer = own.get(key)
         if buffer is not None and buffer.is_meta:
-            yield MetaBuffer(name=clean(prefix + key), module=module, key=key, maker=maker)
+            yield MetaBuffer(name=original_name(prefix + key), module=module, key=key, maker=maker)
     for name, child in module.named_children():
         yield from _meta_buffers(child, f"{prefix}{name}.", maker, seen)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from par_groups import Segment, Sharding, sharding_of
+from par_groups import Segment, Sharding, original_name, sharding_of
 
 from .._torch_private import local_of as memory_of
 from ..format.pickled import is_extra_state
@@ -16,8 +16,6 @@ from .conversion import Conversion, split
 Model = nn.Module | Mapping[str, torch.Tensor]
 Names = Mapping[str, str] | Sequence[tuple[str, str]] | Callable[[str], str]
 LayoutNames = tuple[list[str], list[str]]
-
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile and activation checkpointing rename
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +81,7 @@ def _checked_name(raw: object) -> str:
     """Return a name in a state dict without the prefixes of wrappers."""
     if not isinstance(raw, str):
         raise TypeError(f"model has the key {raw!r}, a {type(raw).__name__}; use texts as names, such as {str(raw)!r}")
-    return clean(raw)
+    return original_name(raw)
 
 
 def _holds_tensors(value: object) -> bool:
@@ -119,18 +117,11 @@ def unwrapped(model: Model) -> Model:
     return model
 
 
-def clean(name: str) -> str:
-    """Return a tensor's name without the prefixes of torch.compile and activation checkpointing inside the model."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
-
-
 def named_parameters(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
     """Return the names and parameters of a model, tied parameters under their first name."""
     inner = unwrapped(model)
     pairs = inner.named_parameters() if isinstance(inner, nn.Module) else inner.items()
-    return ((clean(name), parameter) for name, parameter in pairs)
+    return ((original_name(name), parameter) for name, parameter in pairs)
 
 
 def rename(names: Names | None, keys: Iterable[str]) -> dict[str, str]:

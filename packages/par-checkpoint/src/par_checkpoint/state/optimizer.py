@@ -7,10 +7,10 @@ from typing import Any, cast
 import torch
 from torch.optim import Optimizer
 
-from par_groups import SCALARS, Segment, Segments, Sharding, attributes, segments_of, sharding_of, whole
+from par_groups import SCALARS, Segment, Segments, Sharding, attributes, original_name, segments_of, sharding_of, whole
 
 from ..plan.claims import LocalTensor, key_of
-from .model import Model, check_plain, clean, local_of, named_parameters, sharding_in, unwrapped
+from .model import Model, check_plain, local_of, named_parameters, sharding_in, unwrapped
 from .own_loading import own_entries
 
 MASTER = "master"
@@ -123,7 +123,7 @@ class Naming:
             given: Name of the tensor in the param group, if it has one.
             where: Position of the tensor in the optimizer, for messages.
         """
-        name = self._by_id.get(id(tensor), None if given is None else clean(given))
+        name = self._by_id.get(id(tensor), None if given is None else original_name(given))
         flat = segments_of(tensor) if name is None or attributes.SEGMENTS.is_on(tensor) else None
         if flat is not None and flat.names != ("",):
             segments = flat

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import SCALARS
+from par_groups import SCALARS, original_name
 
 from .._errors import UNDEFINED, CheckpointError, taken
 from .._torch_private import (
@@ -24,7 +24,7 @@ from .._torch_private import (
     post_load_hooks,
     pre_load_hooks,
 )
-from .model import Model, clean, local_of, storage_of, unwrapped
+from .model import Model, local_of, storage_of, unwrapped
 
 _OURS = (
     "par_groups",
@@ -81,7 +81,7 @@ class ModuleLoading:
         if self._root is None or self._by_root:
             return True
         parents = name.split(".")[:-1]
-        above = {clean(f"{loader}.").removesuffix(".") for loader in self._loaders}
+        above = {original_name(f"{loader}.").removesuffix(".") for loader in self._loaders}
         return any(".".join(parents[:depth]) in above for depth in range(len(parents) + 1))
 
     def check(self) -> None:
@@ -119,7 +119,7 @@ class ModuleLoading:
             CheckpointError: The module's own loading failed.
         """
         if self._mapping is not None:
-            known = {key: objects[clean(key)] for key in self._mapping if clean(key) in objects}
+            known = {key: objects[original_name(key)] for key in self._mapping if original_name(key) in objects}
             self._mapping.update(known)
         if self._root is None:
             return
@@ -127,7 +127,7 @@ class ModuleLoading:
             self._set_extra_state_(objects)
             return
         state: Any = self._root.state_dict(keep_vars=True)
-        names = {clean(key): key for key in state}
+        names = {original_name(key): key for key in state}
         state.update({names.get(name, name): value for name, value in objects.items()})
         if self._by_root:
             self._root.load_state_dict(state) if strict else self._root.load_state_dict(state, strict=False)
@@ -144,7 +144,7 @@ class ModuleLoading:
         """Set the extra state of modules that do nothing else of their own, without a look at the state dict."""
         modules = dict(self._root.named_modules()) if self._root is not None and objects else {}
         for name, module in modules.items():
-            key = clean(f"{name}._extra_state" if name else "_extra_state")
+            key = original_name(f"{name}._extra_state" if name else "_extra_state")
             if key in objects and type(module).set_extra_state is not nn.Module.set_extra_state:
                 with taken(f"{key!r}"):
                     module.set_extra_state(objects[key])

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from par_groups import attributes
+from par_groups import attributes, original_name
 
 from .conversion import Conversion, Shape, TensorSlice
-from .model import Model, clean, unwrapped
+from .model import Model, unwrapped
 
 _CONVERTS_SINCE = 5
 """The first release of transformers that packs and takes apart tensors on their way from and to files."""
@@ -114,7 +114,7 @@ def _declared(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             stand_in = kind.__new__(kind)  # only its class and its config are looked at
             stand_in.__dict__["config"] = module.config
             module = stand_in  # noqa: PLW2901
-        yield clean(name), module
+        yield original_name(name), module
 
 
 def _reversed(transforms: Sequence[Any]) -> list[Any]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch_private import non_persistent_buffers
+from .._wrappers import original_name
 from ..attributes import KEEP_DTYPE, PRETRAINED
 
 _OF_ROUTERS = "e_score_correction_bias"
@@ -45,7 +46,8 @@ def kept_tensors(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
             continue
         declared = _pattern_of(model, dtype)
         for name, tensor in chain(part.named_parameters(), part.named_buffers()):
-            if tensor.dtype == torch.float32 and declared is not None and declared.search(_ADAPTER.sub("", name)):
+            own_name = _ADAPTER.sub("", original_name(name))
+            if tensor.dtype == torch.float32 and declared is not None and declared.search(own_name):
                 kept[start + name] = tensor
         for below, owner in part.named_modules():
             for name in non_persistent_buffers(owner):

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_groups import Sharding, kept_tensors
+from par_groups import Sharding, kept_tensors, original_name
 
 from .._param_groups import ParamGroup
 from .._policies import ShardOptions
@@ -48,7 +48,7 @@ def members_of(
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         # A tied parameter has several names, and a state dict may contain any of them.
-        names.setdefault(parameter, []).append(name)
+        names.setdefault(parameter, []).append(original_name(name))
     numbers = {parameter: number for number, group in enumerate(groups) for parameter in group.settings["params"]}
     kept = set() if param_dtype is None else {id(each) for each in kept_tensors(module, param_dtype).values()}
     members = []
@@ -64,7 +64,7 @@ def members_of(
         members.append(
             Member(
                 parameter=parameter,
-                names=tuple(all_names),
+                names=tuple(dict.fromkeys(all_names)),
                 group=number,
                 owner=owner,
                 atomic=atomic,

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from par_groups import original_name
+
 from .._policies import InitFn
 from .._torch_private import own_buffers, own_modules, own_parameters
 from .units import owners, tensors_of
@@ -61,7 +63,7 @@ class Filler:
         self._names: dict[torch.Tensor, str] = {}
         for name, tensor in tensors_of(root):
             self._names.setdefault(tensor, name)
-        self._prefixes = {module: f"{name}." if name else "" for name, module in root.named_modules()}
+        self._prefixes = {module: original_name(f"{name}.") if name else "" for name, module in root.named_modules()}
         # The user's function may change shapes and dtypes, so the originals are kept for the check.
         self._abstract = {tensor: torch.empty_like(tensor, device="meta") for tensor in self._names}
         self._filled: set[torch.Tensor] = set()
