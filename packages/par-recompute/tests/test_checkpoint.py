@@ -311,14 +311,14 @@ def test_without_an_example_a_policy_that_finds_nothing_is_refused_in_the_second
 def test_compiled_layers_are_refused():
     model, _ = MODELS["gpt"]()
     model.h[1].compile(backend="eager")
-    with pytest.raises(ValueError, match=r"layer 'h.1' is compiled; call checkpoint_layers before torch.compile"):
+    with pytest.raises(ValueError, match=r"layer 'h.1' is compiled, and checkpoint_layers is for eager layers"):
         checkpoint_layers(model, "cheap")
 
 
 def test_layers_in_something_compiled_are_refused():
     model = nn.Sequential(nn.Sequential(Block(), Block()), nn.LayerNorm(32))
     model[0].compile(backend="eager")
-    with pytest.raises(ValueError, match=r"layer '0.0' is compiled; call checkpoint_layers before torch.compile"):
+    with pytest.raises(ValueError, match=r"layer '0.0' is compiled, and checkpoint_layers is for eager layers"):
         checkpoint_layers(model, "cheap", layers=list(model[0]))
 
 

@@ -71,7 +71,11 @@ def checkpoint_layers(
             *(model.get_submodule(".".join(parts[:count])) for count in range(1, len(parts))),
         ]
         if any(is_compiled(module) for module in (*around, layer)):
-            raise ValueError(f"layer {name!r} is compiled; call checkpoint_layers before torch.compile")
+            # The hooks of a layer run Python in the middle of its forward, so compiling it later raises an error, too.
+            raise ValueError(
+                f"layer {name!r} is compiled, and checkpoint_layers is for eager layers; remove torch.compile, or use "
+                "torch.utils.checkpoint or torch's activation_memory_budget instead"
+            )
         if ATTRIBUTE in layer.__dict__:
             raise ValueError(f"layer {name!r} drops activations already; call checkpoint_layers once for each layer")
         if any(ATTRIBUTE in module.__dict__ for module in around if module is not layer):
