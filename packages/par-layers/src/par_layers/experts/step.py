@@ -185,7 +185,11 @@ class _Join(torch.autograd.Function):
 
 
 def adds_losses(model: nn.Module) -> bool:
-    """Return whether routers of a model add losses to the main loss."""
+    """Return whether routers of a model add losses to the main loss.
+
+    Args:
+        model: Model, or a part of it such as a pipeline stage.
+    """
     return any(isinstance(module, Router) and module.balance.has_loss for module in model.modules())
 
 
