@@ -10,12 +10,12 @@ import random
 import socket
 from collections.abc import Generator
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, cast
 
 import pytest
 from _pytest.unittest import TestCaseFunction
 
+from ._examples import load_profile
 from ._options import RanksOptions, ranks
 from .accelerator.options import ENVIRONMENT, Accelerator
 from .strict.options import Strict
@@ -91,12 +91,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cpu(reason): a rank test of tensors on the CPU, which --accelerator leaves out")
     if config.getoption("accelerator"):
         os.environ[ENVIRONMENT] = "1"  # which modules of tests and ranks read, see `accelerator_type`
-    if find_spec("hypothesis") is not None:
-        from hypothesis import HealthCheck, settings  # noqa: PLC0415
-
-        slow = [HealthCheck.too_slow]
-        settings.register_profile("par", deadline=None, derandomize=True, suppress_health_check=slow)
-        settings.load_profile("par")
+    load_profile()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

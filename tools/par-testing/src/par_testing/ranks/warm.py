@@ -11,6 +11,7 @@ import pytest
 
 from par_groups import Registry
 
+from .._examples import load_profile
 from . import rank as _rank  # noqa: F401  # the code of a rank, and all that it imports
 from .first_use import use_what_tests_use
 from .forkserver import MODULES
@@ -18,6 +19,7 @@ from .huge_pages import collapse_into_huge_pages
 from .load import import_module
 from .seeds import seed_no_absent_devices
 
+load_profile()  # before test modules, whose property tests take the settings of this moment
 sys.path[:], _modules = pickle.loads(Path(os.environ.pop(MODULES)).read_bytes())  # noqa: S301  # our own
 with warnings.catch_warnings(action="ignore"):  # pytest has reported them when it collected the modules
     for module in _modules:
