@@ -33,8 +33,8 @@ from .norm.ownership import Ownership
 
 _ELSEWHERE = "the optimizer's fp32 master"
 
-_LINK = "par_precision_masters"
-"""The attribute of a parameter that has a master: its `Link`."""
+_MASTERS_HOOK = "par_precision_masters"
+"""The attribute of a parameter that has a master: its `MastersHook`."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
@@ -110,18 +110,18 @@ class Masters(Weights):
         Args:
             module: The module, which is to keep these parameters.
         """
-        link = Link(self)
+        link = MastersHook(self)
         self._note_versions()
-        module.register_load_state_dict_post_hook(Link(self, "check_kept"))
+        module.register_load_state_dict_post_hook(MastersHook(self, "check_kept"))
         for pair in self._pairs:
             watch_weight_(pair.parameter)
-            pair.parameter.__dict__[_LINK] = link
+            pair.parameter.__dict__[_MASTERS_HOOK] = link
             _on_gradient(pair.parameter, partial(_arrived, weakref.ref(self), id(pair.parameter)))
             if self._accumulate:
                 set_gradient_elsewhere(pair.parameter, _ELSEWHERE)
         on_written([pair.parameter for pair in self._pairs], link)
-        on_settle([pair.master for pair in self._pairs], Link(self, "settle"))
-        module.register_state_dict_pre_hook(Link(self, "publish_written"))
+        on_settle([pair.master for pair in self._pairs], MastersHook(self, "settle"))
+        module.register_state_dict_pre_hook(MastersHook(self, "publish_written"))
 
     @torch.no_grad()
     def gradients(self) -> CountedGradients:
@@ -307,15 +307,15 @@ class Masters(Weights):
             self._shown.add(pair)
 
 
-class Link:
+class MastersHook:
     """Weak reference from a parameter to the optimizer's masters, called when the parameter was written.
 
-    A master also has a link, called before it is read from outside. The module has links that are called before a
-    forward, before its state dict is made and after a load.
-    Copies of a parameter, and parameters loaded from a file, have an empty link, because they have no master.
+    A master also has one, called before it is read from outside. The module has some that are called before a forward,
+    before its state dict is made and after a load.
+    Copies of a parameter, and parameters loaded from a file, have an empty one, because they have no master.
 
     Args:
-        masters: Masters of an optimizer; None for an empty link.
+        masters: Masters of an optimizer; None for an empty reference.
         method: Name of the method of `Masters` to call. Default: "refresh".
     """
 
@@ -328,13 +328,13 @@ class Link:
         if masters is not None:
             getattr(masters, self._method)(*args)
 
-    def __reduce__(self) -> tuple[type["Link"], tuple[()]]:  # how copy and pickle make another
-        return Link, ()
+    def __reduce__(self) -> tuple[type["MastersHook"], tuple[()]]:  # how copy and pickle make another
+        return MastersHook, ()
 
 
 def has_master(tensor: Tensor) -> bool:
     """Return whether an optimizer has an fp32 master of a parameter, even if that optimizer was freed."""
-    link: Link | None = tensor.__dict__.get(_LINK)
+    link: MastersHook | None = tensor.__dict__.get(_MASTERS_HOOK)
     return link is not None and link.masters is not None
 
 

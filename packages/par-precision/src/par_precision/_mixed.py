@@ -13,7 +13,7 @@ from par_groups import check_owned, kept_tensors, original_name
 from ._checks import check, check_all, check_cut, is_own, lack_of_layers, recorded
 from ._float8 import convert_to_float8_
 from ._float8 import float8_layers as layers_of
-from ._masters import Link, Masters
+from ._masters import Masters, MastersHook
 from ._optimizer import Clip, MixedOptimizer
 from ._policy import Policy
 from ._precisions import Precision, precision_of
@@ -157,8 +157,10 @@ def mixed(
         device.type,
         output_dtype,
         takes_gradients=masters.accumulate,
-        before=Link(weights, "publish_written") if isinstance(weights, Masters) else None,
-        at_backward=Link(weights, "take_stand_ins") if isinstance(weights, Masters) and masters.accumulate else None,
+        before=MastersHook(weights, "publish_written") if isinstance(weights, Masters) else None,
+        at_backward=MastersHook(weights, "take_stand_ins")
+        if isinstance(weights, Masters) and masters.accumulate
+        else None,
     )
     policy.attach(module)
     clip = Clip(norm=clip_norm, value=clip_value)
