@@ -1,6 +1,10 @@
 """The formulas of memory. That they hold is measured in test_measured.py."""
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
 
 from par_plan.costs.memory import (
     MemoryUse,
@@ -13,7 +17,9 @@ from par_plan.costs.memory import (
     zero_sharding,
 )
 from par_plan.inputs import NUMBER_WIDTHS, TrainingJob
-from par_plan.shape import ModelSlice, Shape, TensorSplit, count
+from par_plan.live import model_sizes, sharding_of_sizes
+from par_plan.shape import ModelSlice, ParameterCount, Shape, TensorSplit, count
+from par_zero import MixedPrecision, Overlap, ShardOptions, predict_program
 
 
 def replicas(zero, ranks, elements=1000, **changes):
@@ -37,9 +43,60 @@ def test_gradients_that_accumulate_are_whole():
 def test_fp32_gradients_take_room_when_activations_are_gone():
     memory = state_memory(replicas(1, 4), NUMBER_WIDTHS["bf16"])
     assert memory.step == 4 * 1000 / 4
-    assert memory.total == memory.state + memory.step
+    assert memory.kept == 200 / 4 * 2  # two buffers that chunks are received in
+    assert memory.total == memory.state + memory.step + memory.kept
     full = MemoryUse(parameters=1, gradients=1, optimizer=1, buffers=2, activations=5, step=3)
     assert full.total == 3 + 7
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    stage=st.sampled_from(range(4)),
+    ranks=st.sampled_from((2, 4, 8)),
+    precision=st.sampled_from(("fp32", "bf16")),
+    bucket=st.sampled_from((1, 10_000_000)),
+    depth=st.integers(2, 8),
+    vocabulary=st.sampled_from((256, 4096)),
+)
+def test_closed_forms_of_a_step_equal_the_ledger(stage, ranks, precision, bucket, depth, vocabulary):
+    """Gradients, buffers and units at the peak: of a built model, and of its sizes alone as in a search.
+
+    A search counts two of the largest units and chunks for any model, where the ledger counts those that meet.
+    """
+    width = 256
+    with torch.device("meta"):
+        blocks = (
+            nn.Sequential(nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False))
+            for _ in range(depth)
+        )
+        model = nn.Sequential(nn.Embedding(vocabulary, width), nn.ModuleList(blocks), nn.LayerNorm(width))
+    optimizer, numbers = torch.optim.AdamW(model.parameters()), NUMBER_WIDTHS[precision]
+    dtypes = MixedPrecision() if precision == "fp32" else MixedPrecision(param_dtype=torch.bfloat16)
+    options = ShardOptions(units=list(model[1]), overlap=Overlap(bucket=bucket, inflight=2), precision=dtypes)
+    peak = predict_program(model, optimizer, stage=stage, ranks=ranks, options=options, gloo=True).peak()
+    ledger = sum(peak.values())
+
+    def of_step(replicas):
+        memory = state_memory(replicas, numbers)
+        return memory.total - memory.parameters - memory.optimizer
+
+    sizes = model_sizes(model, optimizer, stage=stage, ranks=ranks, options=options)
+    job = TrainingJob(batch=1, zero=stage, precision=precision)
+    built = of_step(sharding_of_sizes(sizes, sizes.parameters, ranks=ranks, job=job, gloo=True))
+    assert 0.999 * ledger <= built <= 1.3 * ledger
+    if bucket > 1 and stage < 3:
+        ends = (vocabulary + 2) * width
+        searched = ParameterCount(
+            total=depth * 8 * width**2 + ends,
+            block=8 * width**2,
+            blocks=depth,
+            ends=ends,
+            table=vocabulary * width,
+            largest=max(4 * width**2, vocabulary * width),
+            tensors=2 * depth + 3,
+        )
+        form = of_step(zero_sharding(searched, numbers, zero=stage, ranks=ranks, gloo=True))
+        assert 0.999 * ledger <= form <= 1.5 * ledger
 
 
 def test_of_experts_and_all_else_those_lend_buffers_whose_sums_receive_into_them():

@@ -1,6 +1,7 @@
 """What the tests share: small models, optimizers, steps on data that differs by rank, and whole parameters."""
 
 import sys
+from collections import Counter
 from contextlib import nullcontext
 
 import torch
@@ -9,14 +10,15 @@ from torch import nn
 
 from par_testing import for_each, storm
 from par_zero import no_sync, shard, summon
+from par_zero._engine import Engine
 from par_zero.programs.record import StepRecord
 
 STAGES = (0, 1, 2, 3)
 
 
 def _check_program(record):
-    """That what a step has done is a valid program, whose ledger comes to the bytes that were counted."""
-    if not all(chunk.flat.untyped_storage().resizable() for chunk in record._chunks):
+    """That a step was a valid program, and that its ledger and its prediction are the bytes that were counted."""
+    if not all(chunk.flat.untyped_storage().resizable() for chunk in record.chunks):
         return  # NumPy has seen it, so its memory is not given back
     found = record.last
     if found is None:
@@ -24,8 +26,47 @@ def _check_program(record):
     *_, (_, held) = found.walk()
     counted, fullest = record._meter.now, record._meter.fullest
     assert held == dict(counted), f"{found}\nends with {held}, counted {dict(counted)}"
-    peak = sum(found.peak().values())  # two moments may be as full
-    assert peak == sum(fullest.values()), f"{found}\nis fullest with {found.peak()}, counted {dict(fullest)}"
+    peak = sum(fullest.values())
+    assert peak == sum(found.peak().values()), f"{found}\nis fullest with {found.peak()}, counted {dict(fullest)}"
+    _check_prediction(record, found, peak)
+
+
+def _check_prediction(record, found, peak):
+    """That the peak that was predicted in `shard` is the counted one, or at most that if reductions have no bound.
+
+    It is checked until a step is another than the predicted one, a forward and a backward of all units in which all
+    gradients come in the order of registration. Memory then depends on what the loop does, as after evaluations,
+    `no_sync`, several forwards, `summon`, failures, and unused or recomputed units, also in later passes, which follow
+    what earlier ones did. Within a budget a policy decides which units stay, and with experts below stage 3 chunks wait
+    until backward has left a section of the model, which no program has.
+    """
+    record.is_predicted &= all(map(all, record._reducer.usage._here))
+    record.is_predicted &= any(_events(found) == _events(each) for each in record.predicted)
+    if not record.is_predicted:
+        return
+    starts = [each for each in record.predicted if each.start == found.start]
+    if record._model.inflight is None:
+        most = max(sum(each.peak().values()) for each in record.predicted)
+        assert peak <= most, f"{found}\npredicted {most} at most, counted {peak}"
+    else:
+        assert found in starts, f"{found}\npredicted {record.predicted[-1]}"
+        assert peak in [sum(each.peak().values()) for each in starts], f"{found}\ncounted {peak}"
+
+
+def _events(program):
+    """What the model and the loop do in a step."""
+    gathers = Counter(entry for entry in program.entries if entry.op == "gather")
+    return [entry for entry in program.entries if entry.op in ("F", "R", "B", "C", "zero", "S", "E")], gathers
+
+
+def _watch_predicted(engine, parameters, watch=Engine.watch):
+    watch(engine, parameters)
+    record = engine._program
+    record.chunks, record.predicted = engine._chunks, record.predict()
+    record.is_predicted = engine._steps is None and engine._closer is None
+
+
+Engine.watch = _watch_predicted
 
 
 def _end_checked(record, end_step=StepRecord.end_step):
@@ -34,6 +75,12 @@ def _end_checked(record, end_step=StepRecord.end_step):
         _check_program(record)
 
 
+def _forget(record, forget=StepRecord.forget):
+    forget(record)
+    record.is_predicted = False
+
+
+StepRecord.forget = _forget
 StepRecord.end_step = _end_checked  # every step of every test
 
 

@@ -112,7 +112,7 @@ def _parts_away(rank: RankPrediction, room: float, machine: Machine, first: str)
     """
     memory = rank.memory
     in_backward = memory.state + memory.backward - room
-    in_step = memory.state + memory.step - room
+    in_step = memory.state + memory.step + memory.kept - room
     parts: dict[str, float] = {}
     for source in sorted(rank.sources, key=lambda source: source.name != first):
         shrinks = source.frees

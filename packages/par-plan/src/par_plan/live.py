@@ -70,11 +70,6 @@ class ModelSizes:
         return max((*self.trained, self.root, *self.units), default=0)
 
     @property
-    def largest_trained(self) -> int:
-        """Elements of the largest chunk that is reduced."""
-        return max((size for part in self.parts for size in part.trained), default=0)
-
-    @property
     def at_once(self) -> int:
         """Elements of the two gathered units other than the root at stage 3: the running and the prefetched unit."""
         return sum(sorted(self.units, reverse=True)[:2])
@@ -284,9 +279,7 @@ def plan_budget(
         # The running and the prefetched unit are gathered at the same time.
         kinds["two units" if len(sizes.units) > 1 else "one unit"] = sizes.at_once * weight
     kinds |= {"gradients": memory.gradients, "optimizer": memory.optimizer, "buffers": buffers}
-    copies = (job.zero >= 2) + max(one.received for one in each)  # of a chunk that is reduced
-    kept = min(buffers - memory.arriving, copies * sizes.kept * sizes.largest_trained * job.numbers.gradient)
-    step = max(0.0, memory.step - (buffers - kept))  # the other buffers are free by then
+    step = max(0.0, memory.step + memory.kept - memory.buffers - memory.arriving)
     state, *units = sources_of(each, job.numbers, slots)
     largest = max((chunk.elements / each[chunk.share].ranks for chunk in sizes.chunks), default=0)
     grain = (largest or sizes.largest / each[0].ranks) * weight

@@ -29,6 +29,7 @@ from .placement.place import place
 from .placement.policies import register_policy
 from .programs.draw import draw_program
 from .programs.ledger import ZeroProgram
+from .programs.planned import predict_program
 from .residency.table import Residency
 
 __version__ = "0.1.0"
@@ -64,6 +65,7 @@ __all__ = [
     "needs_full_tensors",
     "no_sync",
     "place",
+    "predict_program",
     "program",
     "register_policy",
     "reload_state",

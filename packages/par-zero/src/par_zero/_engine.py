@@ -43,6 +43,7 @@ from .programs.agreement import FLAGS, Agreement
 from .programs.book import PassBook
 from .programs.executor import Executor
 from .programs.ledger import ZeroProgram
+from .programs.predict import RegisteredModel
 from .programs.record import StepRecord
 from .programs.steps import Recording, StepBook
 from .reduce.reducer import Reducer
@@ -62,7 +63,7 @@ class Engine:
         sharers: Communicators of all data-parallel groups.
         units: FSDP units, which stage 3 gathers separately.
         assemblies: Assembly of full tensors for an optimizer, by the optimizer's number.
-        inflight: Number of chunks whose reductions may be in flight in backward; None as in `shard`.
+        model: Module as its program sees it, with the bound of reductions in flight that the caller of `shard` gave.
         offload: Tiers of the chunks. None: nothing is offloaded.
         room: Memory for gathered units at stage 3; None: a unit is freed when the next begins.
     """
@@ -77,7 +78,7 @@ class Engine:
         units: Sequence[Unit],
         *,
         assemblies: Mapping[int, Assembly],
-        inflight: int | None,
+        model: RegisteredModel,
         offload: OffloadPlan | None = None,
         room: Room | None = None,
     ) -> None:
@@ -89,6 +90,7 @@ class Engine:
             chunk.meter = self._meter
         # A user who bounds the reductions in flight states that unused parameters do not depend on data. Chunks then
         # need no common order of closing, which would delay their reductions and hold their memory.
+        inflight = model.inflight
         closes = len(sharers.each) > 1 and (inflight is None or inflight >= len(self._trained))
         programmed = closes or stage.shards_parameters
         self._reducer = Reducer(self._trained, sharers, inflight, self._meter, programmed=programmed)
@@ -108,9 +110,8 @@ class Engine:
             self._gatherer = Gatherer(module, units, self._reducer, executor, self._meter)
         # The gatherer's hooks come first, because the units that they free belong to the pass.
         self._reducer.hooks.at_end.append(self._meter.end_pass)
-        whole_units = units if stage.shards_parameters else ()
+        self._program = StepRecord(model, self._reducer, self._meter)
         is_late = offload is not None and offload.late
-        self._program = StepRecord(self._chunks, whole_units, self._reducer, self._meter, is_late=is_late)
         self._packed = PackedParameters(module, self._chunks, in_place=not stage.shards_parameters)
         self._optimizers: list[SteppedOptimizer] = []
         # The ranks compute with copies of the optimizer's tensors: on other ranks, or in another dtype on this rank.

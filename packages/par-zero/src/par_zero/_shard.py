@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from par_groups import Sharding, backend_of, together
 
+from ._budget import fit_to_budgets, plan_room
 from ._check import (
     ENGINE,
     agreed,
@@ -41,13 +42,14 @@ from .layout.records import SameShare, record_, record_of
 from .layout.sharers import DataParallelGroup, Groups, Sharers
 from .layout.units import UnitPlace, choose_units, outer_units, places, tensors_of, unit_names
 from .layout.unwritten import Unwritten
-from .offload.budget import fit_to_budgets
-from .offload.plan import OffloadPlan, offload_chunk_, plan_offload, plan_room
+from .offload.plan import OffloadPlan, offload_chunk_, plan_offload
 from .offload.tier import DiskUsage
 from .optimizer.agreement import agreed_blocks
 from .optimizer.assembly import assemble
 from .placement.moments import Trace
 from .programs.ledger import ZeroProgram
+from .programs.planned import PlannedRanks, register_model, register_units
+from .programs.predict import RegisteredUnit
 from .residency.table import Residency
 
 
@@ -164,7 +166,7 @@ def shard(
     texts = [f"{described(members, place_of, stage, options, number)} {given}" for number in range(len(shares))]
     parameters = [member.parameter for member in members]
     ranks, used = tuple[int, ...](), tuple[bool, ...]()
-    records, plans = dict[nn.Parameter, Sharding](), list[ChunkPlan]()
+    records, plans, registered = dict[nn.Parameter, Sharding](), list[ChunkPlan](), list[RegisteredUnit]()
     offload_plan: OffloadPlan | None = None
     reach: tuple[bool, ...] = (True,)
     try:
@@ -174,8 +176,9 @@ def shard(
         counts = [dist.get_world_size(share.group) for share in shares]
         plans = plan_chunks(members, place_of, records, STAGES[stage], counts, options, tensor=len(parts))
         plans, reach = agreed_chunks(plans, shares)
+        registered = register_units(module, modules, plans) if STAGES[stage].shards_parameters else []
         tiers, offload_plan = _plan_offload(
-            tiers, plans, stepped, stage, options, shares=shares, module=module, device=device
+            tiers, plans, stepped, stage, options, shares=shares, units=registered, module=module, device=device
         )
     except Exception as error:  # the ranks of the tensor group wait for this one
         if tensor is None:
@@ -185,10 +188,23 @@ def shard(
     # unchanged.
     blocks = agreed_blocks(problem, plans, records, ranks, tensor, STAGES[stage])
     together_with = sharers if tensor is None else [*sharers, tensor]
-    room = plan_room(plans, stepped, options, tiers, _ranks_in(shares), together_with)
+    room = plan_room(
+        plans, stepped, STAGES[stage], options, tiers, shares=shares, units=registered, sharers=together_with
+    )
     place = device_of(module, device)
-    first = members[0].parameter
-    check_backends(sharers, place if first.is_meta else torch.device(device or first.device), stage)
+    computes_on = place if parameters[0].is_meta else torch.device(device or parameters[0].device)
+    check_backends(sharers, computes_on, stage)
+    # Packing changes the dtypes of parameters, so the module is described before.
+    model = register_model(
+        plans,
+        registered,
+        STAGES[stage],
+        options,
+        [PlannedRanks.of(each, receives=backend_of(each.group, computes_on.type) == "gloo") for each in shares],
+        tiers=None if offload_plan is None else offload_plan.chunks,
+        is_late=offload_plan is not None and offload_plan.late,
+        is_on_cpu=computes_on.type == "cpu",
+    )
     each = _communicators(shares, used, stage, options, gathers)
 
     def pack_(plan: ChunkPlan) -> Chunk:
@@ -200,9 +216,8 @@ def shard(
 
     chunks = [pack_(plan) for plan in plans] if filler is None else _pack_filled_(plans, filler, pack_, sharers)
     _bring_rest_(module, () if filler is not None else abstract, place, device, packed=set(parameters), shares=shares)
-    where = chunks[0].own.device
     # The first collective on a communicator is a rendezvous. In a step, ranks could begin it in different orders.
-    connect(_unconnected(each, [*sharers, gathers], tensor, where), where)
+    connect(_unconnected(each, [*sharers, gathers], tensor, computes_on), computes_on)
     gathered = [
         Unit(
             number,
@@ -215,8 +230,9 @@ def shard(
             zip(unit_names(module, modules), modules, outer_units(modules), strict=True)
         )
     ]
-    alike = tuple(shares[0].replica_ranks)
-    assemblies = assemble(chunks, blocks, tensor, alike if STAGES[stage].shards_state else ranks)
+    assemblies = assemble(
+        chunks, blocks, tensor, tuple(shares[0].replica_ranks) if STAGES[stage].shards_state else ranks
+    )
     engine = Engine(
         module,
         optimizers,
@@ -225,7 +241,7 @@ def shard(
         Sharers(each=each, reach=reach),
         gathered,
         assemblies=assemblies,
-        inflight=options.overlap.inflight,
+        model=model,
         offload=offload_plan,
         room=room,
     )
@@ -360,13 +376,17 @@ def trace(module: nn.Module) -> Trace | None:
 
 
 def program(module: nn.Module) -> ZeroProgram | None:
-    """Return what this rank did in the latest step, entry by entry. It prints as text.
+    """Return what this rank did in the latest step, entry by entry. It prints as text, and its `peak` is in bytes.
+
+    Before the first step, it is the program that is predicted: one forward and one backward of all units in the order
+    in which the module registers them. If no `Overlap(inflight=...)` bounds the reductions on a CPU, its bytes are an
+    upper bound.
 
     Args:
         module: Module that was passed to `shard`, or an item of it that is called.
 
     Returns:
-        The program; None before the first step, and after a step of more than 50,000 entries.
+        The program; None after a step of more than 50,000 entries.
 
     Raises:
         ValueError: The module is not sharded.
@@ -404,6 +424,7 @@ def _plan_offload(
     options: ShardOptions,
     *,
     shares: Sequence[DataParallelGroup],
+    units: Sequence[RegisteredUnit],
     module: nn.Module,
     device: torch.device | None,
 ) -> tuple[Offload, OffloadPlan | None]:
@@ -417,6 +438,7 @@ def _plan_offload(
             STAGES[stage],
             options,
             shares=shares,
+            units=units,
             unpacked=_bytes_beside(module, [member.parameter for plan in plans for member in plan.members]),
             is_on_cpu=is_on_cpu,
         )

@@ -34,7 +34,7 @@ def test_one_that_is_too_small_is_replaced_so_that_their_number_does_not_grow():
     buffers = Buffers()
     for count in (10, 20, 30):
         buffers.give_back(buffers.take(count, torch.float32, CPU))
-    assert [each.numel() for each in buffers._free] == [120]
+    assert buffers.sizes == (120,)
 
 
 def test_two_that_are_lent_at_a_time_share_nothing():

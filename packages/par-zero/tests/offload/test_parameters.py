@@ -522,7 +522,8 @@ def test_every_optimizer_on_four_ranks(name, tmp_path):
 @pytest.mark.ranks(2)
 def test_shards_within_a_budget_are_read_as_often_as_simulated(tmp_path):
     unit, share = WIDTH**2 * 4, WIDTH**2 * 2  # bytes of a unit that is whole, and of this rank's part
-    resident = BLOCKS * share * 3  # gradients and Adam's slots; parameters are on the disk
+    # Gradients, Adam's slots and its counts of steps. Parameters are on the disk.
+    resident = BLOCKS * (share * 3 + 4)
     offload = Offload(parameters="disk", path=tmp_path, piece=8192, budget=resident + 3 * unit)
     module, optimizer = even(offload, FP32)
     expected = None

@@ -35,7 +35,8 @@ class MemoryUse:
         attention: Keys and values of other ranks of a sequence, or all tokens of some heads, and their gradients, that
             one attention holds in backward; logits are gone by then.
         arriving: Gradients of one piece as autograd makes them, before they are taken to where they are reduced.
-        step: fp32 gradients while the optimizer steps; activations and buffers are free by then.
+        step: fp32 gradients while the optimizer steps; activations are free by then.
+        kept: Buffers and gathered parameters that are still there when these are made.
         host: Offloaded optimizer state, gradients and parameters in host memory. Staging buffers of the disk (200 MB at
             most) are not included.
         disk: Offloaded state on a disk.
@@ -50,6 +51,7 @@ class MemoryUse:
     attention: float = 0.0
     arriving: float = 0.0
     step: float = 0.0
+    kept: float = 0.0
     host: float = 0.0
     disk: float = 0.0
 
@@ -66,7 +68,7 @@ class MemoryUse:
     @property
     def total(self) -> float:
         """Bytes of the device at the fullest moment."""
-        return self.state + max(self.backward, self.step)
+        return self.state + max(self.backward, self.step + self.kept)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,6 +250,8 @@ def state_memory(replicas: ZeroSharding, numbers: NumberWidths, slots: int = 2) 
     if zero == 3:
         gathered = elements if replicas.accumulates else replicas.gathered
     copies = elements / (ranks if zero else 1) if numbers.copied else 0
+    # Of each kind par-zero keeps two buffers, and units are freed last.
+    kept = min(2 * replicas.chunk, elements) * ((zero >= 2) + replicas.received) * numbers.gradient
     return MemoryUse(
         parameters=state.parameters,
         gradients=state.gradients,
@@ -255,6 +259,7 @@ def state_memory(replicas: ZeroSharding, numbers: NumberWidths, slots: int = 2) 
         buffers=(received + whole_gradients) * numbers.gradient + gathered * numbers.weight,
         arriving=replicas.chunk * numbers.weight,
         step=copies * numbers.master,
+        kept=kept + gathered * numbers.weight if copies else 0.0,
     )
 
 

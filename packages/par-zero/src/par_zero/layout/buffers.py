@@ -1,10 +1,13 @@
 """Pool of flat buffers that chunks borrow one after the other."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, TypeVar
 
 import torch
 
 from .meter import BUFFERS, Meter
+
+_Buffer = TypeVar("_Buffer")
 
 
 def buffer_elements(chunks: Sequence[int], inflight: int, *, kept: int | None = None) -> int:
@@ -29,6 +32,52 @@ def buffer_elements(chunks: Sequence[int], inflight: int, *, kept: int | None = 
     return min(sum(lent), sum(by_size[:1] * min(kept, len(chunks)) + by_size[: max(0, len(chunks) - kept)]))
 
 
+class BufferPool(Generic[_Buffer]):
+    """The rule by which buffers are lent: of tensors in a step, and of plain sizes where a program is counted.
+
+    Args:
+        make: Function that makes a buffer of a number of bytes.
+        size_of: Function that returns the bytes of a buffer.
+        free: Buffers that exist already. Default: none.
+
+    Attributes:
+        free: Buffers that are not lent.
+        total: Bytes of all buffers, lent or free.
+    """
+
+    def __init__(
+        self, make: Callable[[int], _Buffer], size_of: Callable[[_Buffer], int], free: Iterable[_Buffer] = ()
+    ) -> None:
+        self._make, self._size_of = make, size_of
+        self.free = list(free)
+        self.total = sum(map(size_of, self.free))
+
+    def take(self, size: int) -> _Buffer:
+        """Return the smallest free buffer that is large enough, or else a new one."""
+        self.free.sort(key=self._size_of)
+        # The smallest sufficient buffer leaves the larger ones to larger chunks.
+        for place, buffer in enumerate(self.free):
+            if self._size_of(buffer) >= size:
+                return self.free.pop(place)
+        # The new buffer replaces a smaller one, so that the pool never has more buffers than were lent at one time.
+        self._drop(1)
+        self.total += size
+        return self._make(size)
+
+    def keep(self, count: int) -> bool:
+        """Drop all free buffers but the `count` largest. Return whether the pool had more."""
+        more = len(self.free) > count
+        if more:
+            self.free.sort(key=self._size_of)
+            self._drop(len(self.free) - count)
+        return more
+
+    def _drop(self, count: int) -> None:
+        """Drop the first free buffers."""
+        self.total -= sum(map(self._size_of, self.free[:count]))
+        del self.free[:count]
+
+
 class Buffers:
     """Pool of flat buffers. Newly allocated memory costs a page fault every 4 KiB, on CPUs up to a tenth of a step.
 
@@ -37,18 +86,18 @@ class Buffers:
     """
 
     def __init__(self, meter: Meter | None = None) -> None:
-        self._free: list[torch.Tensor] = []  # of bytes
+        self._pools: dict[torch.device, BufferPool[torch.Tensor]] = {}  # of bytes
         self._meter = meter or Meter()
 
     @property
     def free(self) -> tuple[torch.Tensor, ...]:
         """Buffers that are not lent."""
-        return tuple(self._free)
+        return tuple(buffer for pool in self._pools.values() for buffer in pool.free)
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Bytes of each free buffer."""
-        return tuple(buffer.untyped_storage().nbytes() for buffer in self._free)
+        return tuple(map(torch.Tensor.numel, self.free))
 
     def take(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Take the smallest free buffer that is large enough, or else make one.
@@ -61,36 +110,32 @@ class Buffers:
         Returns:
             (count) elements with arbitrary values.
         """
-        size = count * dtype.itemsize
-        # The smallest sufficient buffer leaves the larger ones to larger chunks.
-        free = sorted((buffer for buffer in self._free if buffer.device == device), key=torch.Tensor.numel)
-        chosen = next((buffer for buffer in free if buffer.numel() >= size), None)
-        if chosen is None:
-            # The new buffer replaces a smaller one, so that the pool never has more buffers than were lent at one time.
-            self._drop(free[:1])
-            chosen = torch.empty(size, dtype=torch.uint8, device=device)
-            self._meter.add(BUFFERS, size)
-        else:
-            self._forget([chosen])
+        size, pool = count * dtype.itemsize, self._pool_of(device)
+        before = pool.total
+        chosen = pool.take(size)
+        self._meter.add(BUFFERS, pool.total - before)
         return chosen[:size].view(dtype)
 
     def give_back(self, buffer: torch.Tensor) -> None:
         """Take back a buffer that no code uses any more."""
-        storage = buffer.untyped_storage()
         # The caller's view has an element count and a dtype of its own. The pool needs the full storage as bytes.
-        self._free.append(torch.empty(0, dtype=torch.uint8, device=buffer.device).set_(storage))
+        full = torch.empty(0, dtype=torch.uint8, device=buffer.device).set_(buffer.untyped_storage())
+        self._pool_of(buffer.device).free.append(full)
 
     def keep(self, count: int) -> bool:
         """Free the memory of all free buffers but the `count` largest. Return whether the pool had more."""
-        more = len(self._free) > count
-        if more:
-            self._drop(sorted(self._free, key=torch.Tensor.numel)[:-count])
+        more = False
+        for pool in self._pools.values():
+            before = pool.total
+            more |= pool.keep(count)
+            self._meter.add(BUFFERS, pool.total - before)
         return more
 
-    def _drop(self, buffers: list[torch.Tensor]) -> None:
-        """Free the memory of free buffers."""
-        self._forget(buffers)
-        self._meter.add(BUFFERS, -sum(buffer.untyped_storage().nbytes() for buffer in buffers))
+    def _pool_of(self, device: torch.device) -> BufferPool[torch.Tensor]:
+        if device not in self._pools:
 
-    def _forget(self, buffers: list[torch.Tensor]) -> None:
-        self._free = [free for free in self._free if not any(free is buffer for buffer in buffers)]
+            def make(size: int) -> torch.Tensor:
+                return torch.empty(size, dtype=torch.uint8, device=device)
+
+            self._pools[device] = BufferPool(make, torch.Tensor.numel)
+        return self._pools[device]

@@ -159,9 +159,24 @@ class ChunkPlan:
     most_kept: int
 
     @property
+    def name(self) -> str:
+        """Name of its first parameter, which programs use as the name of the chunk."""
+        return self.members[0].names[0]
+
+    @property
     def share(self) -> int:
         """Index of the data-parallel group of all parameters."""
         return self.members[0].share
+
+    @property
+    def owner(self) -> int:
+        """Number of the optimizer that has all parameters; -1 if no optimizer has them."""
+        return self.members[0].owner
+
+    @property
+    def trained(self) -> bool:
+        """Whether the parameters get gradients."""
+        return self.owner >= 0 or self.members[0].parameter.requires_grad
 
     @property
     def dtype(self) -> torch.dtype:
@@ -177,6 +192,11 @@ class ChunkPlan:
         """Return the dtype in which the module uses the parameters. Complex parameters keep their own dtype."""
         wanted = options.precision.param_dtype
         return wanted if wanted is not None and self.dtype.is_floating_point and not self.kept else self.dtype
+
+    def reduce_dtype(self, options: ShardOptions) -> torch.dtype:
+        """Return the dtype in which gradients are summed. Complex gradients keep their own dtype."""
+        wanted = options.precision.reduce_dtype
+        return wanted if wanted is not None and self.dtype.is_floating_point else self.dtype_in_use(options)
 
 
 def plan_chunks(
@@ -330,14 +350,13 @@ def pack_chunk_(
                 member.parameter.data = view
     if not abstract:
         make_alike(packed)
-    dtype, real = plan.dtype_in_use(options), first.is_floating_point()
     return Chunk(
         plan.members,
         plan.layout,
         groups,
         stage=stage,
         packed=packed,
-        dtype=dtype,
-        reduce_dtype=options.precision.reduce_dtype if options.precision.reduce_dtype is not None and real else dtype,
+        dtype=plan.dtype_in_use(options),
+        reduce_dtype=plan.reduce_dtype(options),
         items=plan.place.items,
     )

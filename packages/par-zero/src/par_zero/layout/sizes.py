@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from .._param_groups import in_a_row, param_groups
 from .._policies import ShardOptions
 from .._stage import STAGES
-from .build import members_of, plan_chunks
+from .build import ChunkPlan, members_of, plan_chunks
 from .records import record_of
 from .units import choose_units, places
 
@@ -58,7 +58,31 @@ def chunk_sizes(
     Returns:
         The sizes of the chunks. The chunk that the forward needs last is the first.
     """
-    options = options or ShardOptions()
+    plans, _ = plan_module(
+        module, optimizer, stage=stage, ranks=ranks, options=options or ShardOptions(), expert_groups=expert_groups
+    )
+    return [
+        ChunkSize(
+            elements=plan.layout.size,
+            unit=plan.place.unit,
+            trained=plan.trained,
+            groups=tuple(sorted({member.group for member in plan.members if member.group >= 0})),
+            share=plan.share,
+        )
+        for plan in plans
+    ]
+
+
+def plan_module(
+    module: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None,
+    *,
+    stage: int,
+    ranks: int,
+    options: ShardOptions,
+    expert_groups: Sequence[tuple[Sequence[nn.Parameter], int]],
+) -> tuple[list[ChunkPlan], list[list[nn.Module]]]:
+    """Return the chunks that `shard` would make of a module, and the modules of its units. See `chunk_sizes`."""
     cuts = STAGES[stage]
     groups = param_groups(in_a_row(optimizer), options.update)
     units = [[module]]
@@ -69,16 +93,5 @@ def chunk_sizes(
     found = members_of(module, groups, cuts, param_dtype=options.precision.param_dtype)
     members = [replace(member, share=share_of.get(member.parameter, 0)) for member in found]
     records = {member.parameter: record_of(member.parameter, tuple(range(ranks))) for member in members}
-    plans = plan_chunks(
-        members, places(module, units), records, cuts, [ranks, *(number for _, number in expert_groups)], options
-    )
-    return [
-        ChunkSize(
-            elements=plan.layout.size,
-            unit=plan.place.unit,
-            trained=plan.members[0].group >= 0 or plan.members[0].parameter.requires_grad,
-            groups=tuple(sorted({member.group for member in plan.members if member.group >= 0})),
-            share=plan.share,
-        )
-        for plan in plans
-    ]
+    counts = [ranks, *(number for _, number in expert_groups)]
+    return plan_chunks(members, places(module, units), records, cuts, counts, options), units

@@ -4,9 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
-
-from par_groups import together
 
 from .._param_groups import ParamGroup
 from .._policies import ShardOptions
@@ -16,7 +13,6 @@ from ..layout.build import ChunkPlan
 from ..layout.chunk import Chunk
 from ..layout.packing import SliceRange
 from ..optimizer.probe import state_slots
-from ..placement.room import Room
 from .disk import Disk, tensors_in
 from .link import PinnedSlabs
 from .pieces import COPY, Slots, StateBlock, lay_out_blocks, pages, split_into_pieces, tiers_of
@@ -280,69 +276,6 @@ def offload_chunk_(plan: OffloadPlan | None, number: int, chunk: Chunk) -> None:
             for part in parts
         }
         chunk.take_own_(shard, stepped)
-
-
-def plan_room(
-    plans: Sequence[ChunkPlan],
-    groups: Sequence[ParamGroup],
-    options: ShardOptions,
-    offload: Offload,
-    ranks: Sequence[int],
-    sharers: Sequence[dist.ProcessGroup],
-) -> Room | None:
-    """Return the memory that the device's budget leaves for gathered units; None without a budget.
-
-    Collective if there is a budget.
-
-    Args:
-        plans: The chunks, which have no memory yet.
-        groups: Param groups of all optimizers.
-        options: Dtypes.
-        offload: Budget and tiers.
-        ranks: This rank's index in each data-parallel group.
-        sharers: Process groups whose ranks raise together.
-
-    Raises:
-        ValueError: The budget is too small, on any rank.
-    """
-    if "device" not in offload.budgets:
-        return None
-    resident = resident_bytes(plans, groups, ranks, options, offload)
-    with together("shard(offload=...)", *sharers):
-        return Room(offload.budgets["device"], resident, unit_bytes(plans, options), offload.policy, offload.other)
-
-
-def resident_bytes(
-    plans: Sequence[ChunkPlan],
-    groups: Sequence[ParamGroup],
-    ranks: Sequence[int],
-    options: ShardOptions,
-    offload: Offload,
-) -> dict[str, int]:
-    """Return the bytes that a rank's device holds at all times at stage 3, by kind.
-
-    Args:
-        plans: The chunks, which have no memory yet.
-        groups: Param groups of all optimizers.
-        ranks: The rank's index in each data-parallel group.
-        options: Dtypes.
-        offload: Tiers.
-    """
-    found = dict.fromkeys(("parameters", "gradients", "optimizer"), 0)
-    slots = slots_by_group(plans, groups, options)
-    for plan, home in zip(plans, homes_of(plans, offload, options), strict=True):
-        low, high = plan.layout.share(ranks[plan.share])
-        used = plan.dtype_in_use(options)
-        if home.parameters == "device":
-            found["parameters"] += (high - low) * used.itemsize
-        if plan.members[0].owner < 0:
-            continue
-        if home.gradients == "device":
-            found["gradients"] += (high - low) * (options.precision.reduce_dtype or used).itemsize
-        for part in plan.layout.slices(low, high):
-            element = sum(dtype.itemsize for dtype in slots[part.group, plan.dtype, plan.kept].values())
-            found["optimizer"] += round((part.stop - part.start) * element * offload.parts["device"])
-    return found
 
 
 def unit_bytes(plans: Sequence[ChunkPlan], options: ShardOptions) -> dict[int, int]:

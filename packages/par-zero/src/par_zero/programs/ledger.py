@@ -23,10 +23,11 @@ Actions of par-zero:
 - `step c`, `step p`: a chunk or a piece is updated.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
+from ..layout.buffers import BufferPool
 from ..layout.meter import BUFFERS, GRADIENTS, UNITS
 
 _WIDTH = 100
@@ -55,11 +56,13 @@ class ChunkBytes:
 
     Args:
         unit: Name of the unit of the chunk; None below stage 3.
-        gradient: Bytes of one rank's gradients before the reduction.
+        gradient: Bytes of one rank's gradients before the reduction; 0 if the chunk is not trained.
         shard: Bytes of this rank's shard of the sum; 0 if gradients are not sharded.
         arriving: Bytes of the gradients that autograd allocates, until they are copied.
         cast: Bytes of the sum in the optimizer's dtype.
-        received: Bytes of the separate receive buffer of the reduction.
+        received: Bytes of the separate receive buffer of a reduce-scatter.
+        is_pair: Whether one all-reduce sums the gradients of two ranks in place. Default: False.
+        is_written: Whether the sum is written to a disk. Default: False.
     """
 
     unit: str | None
@@ -68,6 +71,8 @@ class ChunkBytes:
     arriving: int
     cast: int
     received: int
+    is_pair: bool = False
+    is_written: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,48 +94,6 @@ class HeldMemory:
     borrowed: Mapping[str, int] = field(default_factory=dict)
     lent: tuple[int, ...] = ()
     received: tuple[int, ...] = ()
-
-
-class BufferSizes:
-    """The sizes of a pool of buffers, which lends them by the same rule as `Buffers`.
-
-    Args:
-        free: Bytes of each free buffer.
-        borrowed: Bytes of each borrowed buffer, by borrower.
-    """
-
-    def __init__(self, free: Sequence[int], borrowed: Mapping[str, int] | None = None) -> None:
-        self._free, self._lent = list(free), dict(borrowed or {})
-
-    @property
-    def total(self) -> int:
-        """Bytes of all buffers."""
-        return sum(self._free) + sum(self._lent.values())
-
-    def take(self, borrower: str, size: int) -> None:
-        """Assign the smallest free buffer that is large enough, or replace the smallest buffer with a new one.
-
-        Args:
-            borrower: Name of the chunk. If it has a buffer already, nothing changes.
-            size: Bytes that the chunk needs.
-        """
-        if borrower in self._lent:
-            return
-        self._free.sort()
-        chosen = next((free for free in self._free if free >= size), None)
-        if chosen is not None:
-            self._free.remove(chosen)
-        else:
-            del self._free[:1]
-        self._lent[borrower] = size if chosen is None else chosen
-
-    def give_back(self, borrower: str) -> None:
-        """Take back the buffer of a borrower."""
-        self._free.append(self._lent.pop(borrower))
-
-    def keep(self, count: int) -> None:
-        """Drop all free buffers except the `count` largest ones."""
-        self._free = sorted(self._free)[-count:]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,13 +137,22 @@ class ZeroProgram:
         Raises:
             ValueError: A precondition of an entry does not hold, such as a unit that runs and is not gathered.
         """
-        state = _LedgerState(self)
+        yield from self._apply(_LedgerState(self))
+
+    def _apply(self, state: "_LedgerState") -> Iterator[tuple[ProgramEntry, dict[str, int]]]:
         for number, entry in enumerate(self.entries):
             try:
                 state.apply(entry)
             except ValueError as error:
                 raise ValueError(f"entry {number}, {entry}: {error}; a bug of par-zero") from None
             yield entry, state.bytes()
+
+    def end(self) -> HeldMemory:
+        """Return the memory that stays allocated after the last entry, in which another step may start."""
+        state = _LedgerState(self)
+        for _ in self._apply(state):
+            pass
+        return state.held()
 
     def peak(self) -> dict[str, int]:
         """Return the bytes by kind at the entry with the largest sum of bytes.
@@ -205,10 +177,13 @@ class _LedgerState:
         self._whole: set[str] = set()
         self._stale: set[str] = set()  # units and chunks whose parameters were stepped, and not gathered since
         self._filled = set(start.filled)
-        self._under_way: dict[str, str] = {}
+        self._under_way: set[str] = set()
         self._fetched: set[str] = set()  # pieces that are in memory
         self._gradients, self._casts = set(start.gradients), set(start.casts)
-        self._lent, self._received = BufferSizes(start.lent, start.borrowed), BufferSizes(start.received)
+        # The pools of a step make tensors by the same rule. Here a buffer is the number of its bytes.
+        self._lent, self._received = BufferPool(int, int, start.lent), BufferPool(int, int, start.received)
+        self._borrowed, self._receiving = dict(start.borrowed), dict[str, int]()
+        self._lent.total += sum(self._borrowed.values())
 
     def bytes(self) -> dict[str, int]:
         """Return the bytes by kind."""
@@ -219,6 +194,17 @@ class _LedgerState:
             GRADIENTS: sum(gradients) + sum(chunks[name].cast for name in self._casts),
             BUFFERS: self._lent.total + self._received.total,
         }
+
+    def held(self) -> HeldMemory:
+        """Return the memory that stays allocated now."""
+        return HeldMemory(
+            gradients=frozenset(self._gradients),
+            casts=frozenset(self._casts),
+            filled=frozenset(self._filled),
+            borrowed=self._borrowed,
+            lent=tuple(sorted(self._lent.free)),
+            received=tuple(sorted(self._received.free)),
+        )
 
     def apply(self, entry: ProgramEntry) -> None:
         """Advance the state by one entry.
@@ -248,30 +234,25 @@ class _LedgerState:
         _need(entry.of not in self._stale, "its parameters are out of date")
         if not self._program.shards_gradients:
             self._gradients.add(entry.of)
-        else:
-            self._lent.take(entry.of, self._program.chunks[entry.of].gradient)
+        elif entry.of not in self._borrowed:
+            self._borrowed[entry.of] = self._lent.take(self._program.chunks[entry.of].gradient)
         self._filled.add(entry.of)
 
     def _begin(self, entry: ProgramEntry) -> None:
         _need(entry.of not in self._under_way, "it is under way already")
         _need(entry.of in self._filled, "it has no gradients")
-        self._under_way[entry.of] = entry.op
+        self._under_way.add(entry.of)
         self._gradients.add(entry.of)
-        if self._receives(entry.of):
-            self._received.take(entry.of, self._program.chunks[entry.of].received)
-
-    def _receives(self, chunk: str) -> bool:
-        """Return whether the reduction in flight of a chunk uses a receive buffer."""
-        return self._under_way[chunk] == "scatter" and self._program.chunks[chunk].received > 0
+        if entry.op == "scatter" and (received := self._program.chunks[entry.of].received):
+            self._receiving[entry.of] = self._received.take(received)
 
     def _sum(self, entry: ProgramEntry) -> None:
         _need(entry.of in self._under_way, "it is not under way")
-        # Before the reduction is deleted, because its kind decides whether it had a receive buffer.
-        if self._receives(entry.of):
-            self._received.give_back(entry.of)
-        del self._under_way[entry.of]
+        self._under_way.remove(entry.of)
+        if entry.of in self._receiving:
+            self._received.free.append(self._receiving.pop(entry.of))
         if self._program.shards_gradients:
-            self._lent.give_back(entry.of)
+            self._lent.free.append(self._borrowed.pop(entry.of))
         self._filled.discard(entry.of)
 
     def _cast(self, entry: ProgramEntry) -> None:

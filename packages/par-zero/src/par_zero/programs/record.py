@@ -1,34 +1,31 @@
 """The recorder that turns the meter's notes of a step into its program."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-import torch.distributed as dist
-
-from .._collectives import is_gloo
-from .._unit import Unit
 from ..layout.chunk import Chunk
 from ..layout.meter import Meter
 from ..reduce.reducer import Reducer
-from .ledger import ChunkBytes, HeldMemory, ProgramEntry, ZeroProgram
+from .ledger import HeldMemory, ProgramEntry, ZeroProgram
+from .predict import RegisteredModel, predict_steps
 
 
 class StepRecord:
     """The record of the latest step: its entries, and the memory that was allocated before it.
 
     Args:
-        chunks: All chunks of a module.
-        units: Units of the module at stage 3; empty below stage 3.
+        model: Module as its program sees it.
         reducer: Reducer, which owns the buffers of reductions.
         meter: Meter, which has recorded the entries.
-        is_late: Whether a thread may step pieces while the next step begins.
     """
 
-    def __init__(
-        self, chunks: Sequence[Chunk], units: Sequence[Unit], reducer: Reducer, meter: Meter, *, is_late: bool
-    ) -> None:
-        self._chunks, self._units, self._reducer, self._meter = tuple(chunks), tuple(units), reducer, meter
-        self._is_late = is_late
+    def __init__(self, model: RegisteredModel, reducer: Reducer, meter: Meter) -> None:
+        self._reducer, self._meter = reducer, meter
+        # Only the reducer knows the default of this device.
+        sizes = replace(model.sizes, kept_buffers=reducer.buffers.kept)
+        self._model = replace(model, sizes=sizes, inflight=reducer.inflight)
         self._start = self._next = HeldMemory()
+        self._has_stepped = False
 
     def note_stepped(self, chunks: Sequence[Chunk]) -> None:
         """Record the chunks that an optimizer has updated. Chunks in pieces are recorded piece by piece elsewhere."""
@@ -39,6 +36,7 @@ class StepRecord:
     def end_step(self) -> None:
         """Record that an optimizer has stepped."""
         self._meter.note("E")
+        self._has_stepped = True
         # A further optimizer of the same step extends the program, whose start remains. Otherwise a new program begins
         # with the memory that the previous step has left.
         if self._meter.end_step():
@@ -52,8 +50,8 @@ class StepRecord:
             casts=frozenset(each.chunk.name for each in gradients if each.is_cast),
             filled=frozenset(each.chunk.name for each in gradients if each.waits_for_sum),
             borrowed={each.chunk.name: each.borrowed for each in gradients if each.borrowed},
-            lent=buffers.gradients.sizes,
-            received=buffers.received.sizes,
+            lent=tuple(sorted(buffers.gradients.sizes)),
+            received=tuple(sorted(buffers.received.sizes)),
         )
 
     def forget(self) -> None:
@@ -63,38 +61,14 @@ class StepRecord:
 
     @property
     def last(self) -> ZeroProgram | None:
-        """Program of the latest step; None before the first step."""
+        """Program of the latest step; before the first step, the program that is predicted for a step."""
+        if not self._has_stepped:
+            return self.predict()[-1]
         if not self._meter.done:
             return None
-        unit_of = {chunk: unit.label for unit in self._units for chunk in unit.chunks}
-        shards_gradients = any(chunk.stage.shards_gradients for chunk in self._chunks)
-        return ZeroProgram(
-            entries=tuple(ProgramEntry(*each) for each in self._meter.done),
-            units={unit.label: unit.size for unit in self._units if unit.chunks},
-            chunks={chunk.name: _bytes_of(chunk, unit_of.get(chunk)) for chunk in self._chunks},
-            shards_gradients=shards_gradients,
-            kept_buffers=self._reducer.buffers.kept,
-            is_late=self._is_late,
-            start=self._start,
-        )
+        entries = tuple(ProgramEntry(*each) for each in self._meter.done)
+        return replace(self._model.sizes, entries=entries, start=self._start)
 
-
-def _bytes_of(chunk: Chunk, unit: str | None) -> ChunkBytes:
-    gradient = chunk.layout.size * chunk.reduce_dtype.itemsize
-    low, high = chunk.share
-    # Over gloo, par-zero replaces the reduce-scatter with an all-to-all, which receives into a separate buffer.
-    shares = dist.get_world_size(chunk.groups.shards) > 1 and is_gloo(chunk.own, chunk.groups.shards)
-    # The gradients of tensors on the host of an accelerator are cast there.
-    cast = sum(
-        part.tensor.nbytes
-        for part in (chunk.slices if chunk.reduce_dtype != chunk.master.dtype else ())
-        if part.tensor.device == chunk.own.device
-    )
-    return ChunkBytes(
-        unit=unit,
-        gradient=gradient,
-        shard=(high - low) * chunk.reduce_dtype.itemsize if chunk.home.gradients != "host" else 0,
-        arriving=chunk.arriving,
-        cast=cast if chunk.home.gradients == "device" else 0,
-        received=gradient if shares else 0,
-    )
+    def predict(self) -> list[ZeroProgram]:
+        """Return the programs of the first steps of a module that has not run: see `predict_steps`."""
+        return predict_steps(self._model)

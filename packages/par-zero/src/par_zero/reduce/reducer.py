@@ -180,6 +180,11 @@ class Reducer:
         return self._pass.empty is not None
 
     @property
+    def inflight(self) -> int | None:
+        """Largest number of chunks whose reductions are in flight in backward; None: any number."""
+        return self._reductions.limit
+
+    @property
     def is_bounded(self) -> bool:
         """Whether backward may have to wait for a reduction before the next one begins."""
         return self._reductions.limit is not None

@@ -5,29 +5,30 @@ host takes what its budget allows, and the disk the rest. Bytes are counted by t
 data, so a choice fits exactly, and data that `shard` rejects would not have fitted.
 """
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 
-import torch
 import torch.distributed as dist
 
-from par_groups import agree
+from par_groups import agree, together
 
-from .._param_groups import ParamGroup
-from .._policies import ShardOptions
-from .._stage import ZeroStage
-from .._tiers import TIERS, Offload, least_in_words
-from ..layout.buffers import buffer_elements
-from ..layout.build import ChunkPlan
-from ..layout.packing import ALIGNMENT, ChunkLayout
-from ..layout.sharers import DataParallelGroup
-from ..optimizer.probe import state_counter_bytes
-from ..placement.room import units_at_once
-from .pieces import PAGE, pages
-from .plan import ChunkTiers, UpdatedSlices, assign_tiers, resident_bytes, slots_by_group, unit_bytes, updated_slices
+from ._param_groups import ParamGroup
+from ._policies import ShardOptions
+from ._stage import ZeroStage
+from ._tiers import TIERS, Offload, least_in_words
+from .layout.build import ChunkPlan
+from .layout.meter import BUFFERS, GRADIENTS
+from .layout.packing import ALIGNMENT, ChunkLayout
+from .layout.sharers import DataParallelGroup
+from .offload.pieces import PAGE, pages
+from .offload.plan import ChunkTiers, UpdatedSlices, assign_tiers, slots_by_group, unit_bytes, updated_slices
+from .optimizer.probe import state_counter_bytes
+from .placement.room import Room
+from .programs.ledger import ZeroProgram
+from .programs.planned import PlannedRanks, register_model
+from .programs.predict import RegisteredUnit, predict_steps
 
 TierBytes = Mapping[str, Mapping[str, int]]
 """Bytes by tier and kind."""
@@ -39,16 +40,17 @@ _KINDS = {"optimizer": "the optimizer's state", "gradients": "gradients", "param
 class PeakMemory:
     """Bytes of a rank in each tier at the peak of a step, without activations.
 
+    The ledger counts the units, gradients and buffers of the step that is predicted, in which two reductions are in
+    flight if the options set no bound.
+
     Args:
         plans: The chunks, which have no memory yet, in backward order.
         groups: Param groups of all optimizers.
         stage: ZeRO stage.
         options: Dtypes, and the number of chunks that are reduced at a time.
-        receives: For each data-parallel group, whether a reduction needs a receive buffer.
+        units: Units at stage 3; empty below stage 3.
+        ranks: Ranks of each data-parallel group.
         unpacked: Bytes of the module's parameters and buffers that no chunk contains.
-
-    Attributes:
-        units: Bytes of the units that are gathered at one time, by name.
     """
 
     def __init__(
@@ -58,16 +60,17 @@ class PeakMemory:
         stage: ZeroStage,
         options: ShardOptions,
         *,
-        receives: Sequence[bool],
-        unpacked: int,
+        units: Sequence[RegisteredUnit],
+        ranks: Sequence[PlannedRanks],
+        unpacked: int = 0,
     ) -> None:
         self._plans, self._stage, self._options, self._unpacked = plans, stage, options, unpacked
+        self._units, self._ranks = units, ranks
         self._slots = slots_by_group(plans, groups, options)
         self._counter_bytes = {
             key: state_counter_bytes(groups[key[0]].optimizer, groups[key[0]].settings, key[1]) for key in self._slots
         }
-        self._receives = tuple(receives)
-        self.units = units_at_once(unit_bytes(plans, options)) if stage.shards_parameters else {}
+        self._steps: dict[tuple[str, ...], StepBytes] = {}  # by the tiers of gradients
 
     def count(self, updated: UpdatedSlices, offload: Offload) -> TierBytes:
         """Return the bytes of a rank, by tier and kind.
@@ -76,11 +79,28 @@ class PeakMemory:
             updated: Slices that the rank's optimizers update.
             offload: Tier of each kind of data.
         """
-        chunks = list(
-            zip(self._plans, assign_tiers(self._plans, updated, self._slots, offload, self._options), strict=True)
-        )
-        found = {tier: dict.fromkeys(("parameters", "gradients", "optimizer", "buffers"), 0) for tier in TIERS}
-        found["device"] = {"parameters": 0} | self.units | found["device"] | {"parameters": self._unpacked}
+        chunks = self._assign(updated, offload)
+        found = self._resident(chunks)
+        found["device"]["parameters"] += self._unpacked
+        found["device"] |= self._step(chunks).peak
+        found["host"][BUFFERS] = self._staging_buffers(chunks, offload.ahead)
+        return found
+
+    def resident(self, updated: UpdatedSlices, offload: Offload) -> dict[str, int]:
+        """Return the bytes that the device holds throughout a step, by kind."""
+        return self._resident(self._assign(updated, offload))["device"]
+
+    def passing(self, updated: UpdatedSlices, offload: Offload) -> int:
+        """Return the largest number of bytes that the device holds in addition to units and resident bytes."""
+        chunks = self._assign(updated, offload)
+        return self._step(chunks).beside_units - self._resident(chunks)["device"][GRADIENTS]
+
+    def _assign(self, updated: UpdatedSlices, offload: Offload) -> list[tuple[ChunkPlan, ChunkTiers]]:
+        tiers = assign_tiers(self._plans, updated, self._slots, offload, self._options)
+        return list(zip(self._plans, tiers, strict=True))
+
+    def _resident(self, chunks: Sequence[tuple[ChunkPlan, ChunkTiers]]) -> dict[str, dict[str, int]]:
+        found = {tier: dict.fromkeys(("parameters", GRADIENTS, "optimizer"), 0) for tier in TIERS}
         for plan, tiers in chunks:
             home, in_use = tiers.home, plan.dtype_in_use(self._options)
             own = _elements(plan, sharded=self._stage.shards_parameters) * in_use.itemsize
@@ -89,9 +109,12 @@ class PeakMemory:
                 continue
             stepped = sum(part.stop - part.start for part in tiers.pieces)
             if home.gradients != "disk":
-                found[home.gradients]["gradients"] += self._gradient_bytes(plan)
-                if self._reduce_dtype(plan) != plan.dtype:  # the optimizer gets a cast copy
-                    found[home.gradients]["gradients"] += stepped * plan.dtype.itemsize
+                reduced = plan.reduce_dtype(self._options)
+                sums = _elements(plan, sharded=self._stage.shards_gradients) * reduced.itemsize
+                # The optimizer gets a cast copy of gradients in another dtype.
+                found[home.gradients][GRADIENTS] += sums + (
+                    stepped * plan.dtype.itemsize if reduced != plan.dtype else 0
+                )
             for part in tiers.pieces:
                 if part.tier != "disk":
                     size = sum(dtype.itemsize for dtype in self._slots[part.group, plan.dtype, plan.kept].values())
@@ -101,48 +124,23 @@ class PeakMemory:
                 padding = _elements(plan, sharded=self._stage.shards_state) - stepped
                 found["device"]["optimizer"] += padding * plan.dtype.itemsize
             found["disk"]["optimizer"] += sum(block.size for block in tiers.blocks)
-            found["disk"]["gradients"] += sum(block.gradient_size for block in tiers.blocks)
-        found["device"]["buffers"] = self._reduction_buffers(chunks)
-        found["host"]["buffers"] = self._staging_buffers(chunks, offload.ahead)
+            found["disk"][GRADIENTS] += sum(block.gradient_size for block in tiers.blocks)
         return found
 
-    def _reduce_dtype(self, plan: ChunkPlan) -> torch.dtype:
-        in_use = plan.dtype_in_use(self._options)
-        return self._options.precision.reduce_dtype or in_use if plan.dtype.is_floating_point else in_use
-
-    def _gradient_bytes(self, plan: ChunkPlan) -> int:
-        """Return the bytes of a chunk's reduced gradients."""
-        return _elements(plan, sharded=self._stage.shards_gradients) * self._reduce_dtype(plan).itemsize
-
-    def _reduction_buffers(self, chunks: Sequence[tuple[ChunkPlan, ChunkTiers]]) -> int:
-        """Return the bytes of buffers of all reductions in flight, and of one chunk's gradients from autograd."""
-        inflight = self._options.overlap.inflight or 2
-        stepped = [(plan, tiers) for plan, tiers in chunks if tiers.pieces is not None]
-        full = [plan.layout.size * self._reduce_dtype(plan).itemsize for plan, _ in stepped]
-        received = [size for (plan, _), size in zip(stepped, full, strict=True) if self._receives[plan.share]]
-        arriving = [plan.layout.size * plan.dtype_in_use(self._options).itemsize for plan, _ in stepped]
-        # Shards on their way to the disk are on the device until they are in a staging buffer.
-        leaving = [self._gradient_bytes(plan) for plan, tiers in stepped if tiers.home.gradients == "disk"]
-        lent = buffer_elements(received, inflight)
-        if self._stage.shards_gradients:
-            # With several data-parallel groups the chunks of a unit come in any order.
-            kept = inflight if len(self._receives) > 1 else None
-            lent += buffer_elements(full, inflight + self._waiting([plan for plan, _ in stepped]), kept=kept)
-        return lent + _largest(leaving, inflight) + max(arriving, default=0)
-
-    def _waiting(self, stepped: Sequence[ChunkPlan]) -> int:
-        """Return how many chunks, beyond those in flight, may hold gradients that wait for their reduction.
-
-        With several data-parallel groups, chunks of a unit wait until backward has finished for the unit, and chunks of
-        the root until backward ends. At stage 2 any chunk may wait until the ranks have learned an order.
-        """
-        if len(self._receives) == 1:
-            return 0
-        if not self._stage.shards_parameters:
-            return len(stepped) if self._options.overlap.inflight else 0
-        chunks = Counter(plan.place.unit for plan in stepped)
-        of_root = chunks.pop(0, 0)
-        return of_root + max(chunks.values(), default=1) - 1
+    def _step(self, chunks: Sequence[tuple[ChunkPlan, ChunkTiers]]) -> "StepBytes":
+        """Return the ledger's bytes of a step. They do not depend on the tiers of the optimizer's state."""
+        key = tuple(tiers.home.gradients for _, tiers in chunks)
+        if key not in self._steps:
+            tiers = [each for _, each in chunks]
+            model = register_model(self._plans, self._units, self._stage, self._options, self._ranks, tiers=tiers)
+            inflight = self._options.overlap.inflight
+            # With several groups any chunk may wait for another one, until the ranks have learned an order. Without a
+            # bound, chunks are reduced section by section.
+            waits = len(self._ranks) > 1 and inflight is not None
+            self._steps[key] = StepBytes.of(
+                predict_steps(replace(model, inflight=inflight or 2, waits=waits), accumulates=True)[-1]
+            )
+        return self._steps[key]
 
     def _staging_buffers(self, chunks: Sequence[tuple[ChunkPlan, ChunkTiers]], ahead: int) -> int:
         """Return the bytes of staging buffers in host memory."""
@@ -161,6 +159,25 @@ class PeakMemory:
         ring = max(pieces, default=0) * min(ahead, len(pieces))
         # Two units: a wrong prefetch may be in a buffer while the right shard is read into another.
         return ring + _largest(gradients, 2) + _largest(list(shards.values()), 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBytes:
+    """Bytes of units, gradients and buffers in a step.
+
+    Args:
+        peak: Bytes by kind at the entry with most bytes.
+        beside_units: Largest number of bytes that are no units.
+    """
+
+    peak: Mapping[str, int]
+    beside_units: int
+
+    @classmethod
+    def of(cls, program: ZeroProgram) -> "StepBytes":
+        """Return the bytes of a program."""
+        without_units = replace(program, units=dict.fromkeys(program.units, 0))
+        return cls(peak=program.peak(), beside_units=sum(without_units.peak().values()))
 
 
 def _elements(plan: ChunkPlan, *, sharded: bool) -> int:
@@ -203,6 +220,7 @@ def fit_to_budgets(
     options: ShardOptions,
     *,
     shares: Sequence[DataParallelGroup],
+    units: Sequence[RegisteredUnit],
     unpacked: int,
     is_on_cpu: bool,
 ) -> Offload:
@@ -215,21 +233,24 @@ def fit_to_budgets(
         stage: ZeRO stage.
         options: The options of `shard`.
         shares: Data-parallel groups.
+        units: Units at stage 3; empty below stage 3.
         unpacked: Bytes of the module's parameters and buffers that no chunk contains.
         is_on_cpu: Whether the device is a CPU, which has no allocator that counts other data.
 
     Raises:
         ValueError: A budget is too small, on any rank.
     """
-    ranks = [dist.get_rank(share.group) for share in shares]
-    receives = [_receives(share, stage) for share in shares]
-    updated = _from_zero(updated_slices(plans, stage, ranks))
+    # A budget counts the receive buffers of gloo on every backend.
+    ranks = [PlannedRanks.of(share, receives=True) for share in shares]
+    updated = _from_zero(updated_slices(plans, stage, [each.index for each in ranks]))
     sharers = [group for share in shares for group in share.groups]
     # Ranks choose the same fractions, so each counts for all ranks: shards differ in padding, and experts in size.
     layouts = tuple(plan.layout for plan in plans) if len(shares) > 1 else ()  # of one group they are the same
     of_all = dict.fromkeys(agree(None, (updated, layouts), *sharers).values())
     memories = {
-        theirs: PeakMemory(_with_layouts(plans, theirs), groups, stage, options, receives=receives, unpacked=unpacked)
+        theirs: PeakMemory(
+            _with_layouts(plans, theirs), groups, stage, options, units=units, ranks=ranks, unpacked=unpacked
+        )
         for _, theirs in of_all
     }
     autos = _auto_options(offload, plans, options, [each for each, _ in of_all])
@@ -252,17 +273,46 @@ def fit_to_budgets(
     found = replace(found, budget={"device": offload.budgets["device"]})
     if offload.auto and offload.other is None and is_on_cpu:
         # Units may stay gathered in memory that is left, so they must leave memory for buffers as well.
-        memory = memories[layouts]
-        held = sum(memory.count(updated, found)["device"].values()) - sum(memory.units.values())
-        other = max(0, held - sum(resident_bytes(plans, groups, ranks, options, found).values()))
+        other = unpacked + memories[layouts].passing(updated, found)
         found = replace(found, other=lambda: other)
     return found
 
 
-def _receives(share: DataParallelGroup, stage: ZeroStage) -> bool:
-    """Return whether a reduction over a data-parallel group needs a receive buffer."""
-    ranks = dist.get_world_size(share.group)
-    return ranks > 1 and (stage.shards_state or ranks > 2 or share.replicas is not None)
+def plan_room(
+    plans: Sequence[ChunkPlan],
+    groups: Sequence[ParamGroup],
+    stage: ZeroStage,
+    options: ShardOptions,
+    offload: Offload,
+    *,
+    shares: Sequence[DataParallelGroup],
+    units: Sequence[RegisteredUnit],
+    sharers: Sequence[dist.ProcessGroup],
+) -> Room | None:
+    """Return the memory that the device's budget leaves for gathered units; None without a budget.
+
+    Collective if there is a budget.
+
+    Args:
+        plans: The chunks, which have no memory yet.
+        groups: Param groups of all optimizers.
+        stage: ZeRO stage.
+        options: Dtypes.
+        offload: Budget and tiers.
+        shares: Data-parallel groups.
+        units: Units at stage 3.
+        sharers: Process groups whose ranks raise together.
+
+    Raises:
+        ValueError: The budget is too small, on any rank.
+    """
+    if "device" not in offload.budgets or not stage.shards_parameters:
+        return None
+    ranks = [PlannedRanks.of(share, receives=True) for share in shares]
+    updated = updated_slices(plans, stage, [each.index for each in ranks])
+    resident = PeakMemory(plans, groups, stage, options, units=units, ranks=ranks).resident(updated, offload)
+    with together("shard(offload=...)", *sharers):
+        return Room(offload.budgets["device"], resident, unit_bytes(plans, options), offload.policy, offload.other)
 
 
 def _with_layouts(plans: Sequence[ChunkPlan], layouts: Sequence[ChunkLayout]) -> list[ChunkPlan]:

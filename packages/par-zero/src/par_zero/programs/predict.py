@@ -1,0 +1,243 @@
+"""The programs of the first steps of a module that has not run yet. Pure arithmetic.
+
+The trace is the registration order of the units: forward goes down, and backward and the gradients come up. It is
+compiled like the trace of a pass that has run. The ledger then gives the bytes of each step before the first one.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from .compiler import ROOT, compile_pass, over_at, place_reductions
+from .entries import BACKWARD, FORWARD, PassAction, PassEvent, PassProgram, PassSegment
+from .ledger import HeldMemory, ProgramEntry, ZeroProgram
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegisteredUnit:
+    """A unit of a module that has not run yet.
+
+    Args:
+        name: Name of the unit.
+        modules: Number of its modules, which run one after the other; 0 if the unit has no parameters.
+        outer: Numbers of the units around it.
+    """
+
+    name: str
+    modules: int
+    outer: frozenset[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegisteredModel:
+    """A sharded module that has not run yet.
+
+    Args:
+        sizes: Program without entries, whose chunks are in the order of their reductions.
+        units: Units at stage 3, by number; empty below stage 3.
+        optimizers: Names of the chunks that each optimizer updates. A chunk in pieces has no name here.
+        inflight: Largest number of chunks whose reductions are in flight. None: any number.
+        gathers_after_step: Whether a step gathers the updated parameters, as at stages 1 and 2.
+        waits: Whether chunks are reduced only when backward ends, below stage 3. Default: False.
+    """
+
+    sizes: ZeroProgram
+    units: Sequence[RegisteredUnit]
+    optimizers: Sequence[Sequence[str]]
+    inflight: int | None
+    gathers_after_step: bool
+    waits: bool = False
+
+    @property
+    def trained(self) -> list[str]:
+        """Names of the chunks that have gradients."""
+        return [name for name, chunk in self.sizes.chunks.items() if chunk.gradient]
+
+
+def predict_steps(model: RegisteredModel, *, accumulates: bool = False) -> list[ZeroProgram]:
+    """Return the programs of the first steps, until a step starts with the same memory as an earlier one.
+
+    Each step has one forward and one backward, in which every trained parameter gets its gradient. The last program is
+    that of all later steps.
+
+    Without a bound of the reductions in flight, no program says when a reduction ends: its memory counts until backward
+    ends, and the buffers that a step finds are as large as any chunk. The bytes are then an upper bound.
+
+    Args:
+        model: Module, with its optimizers.
+        accumulates: Whether the gradients of a step are still there in the next one, as in a step of several passes.
+            Default: False, they are dropped between steps.
+    """
+    trace = _trace_of(model.units) if model.units else []
+    outer = [unit.outer for unit in model.units]
+    step = [entry for number, chunks in enumerate(model.optimizers) for entry in _step(model, number, chunks)]
+    programs = [_without_program(trace, outer), compile_pass(trace, outer, frozenset())]
+    numbers = {name: number for number, name in enumerate(model.trained)}
+    chunks = [[numbers[name] for name in numbers if model.sizes.chunks[name].unit == unit.name] for unit in model.units]
+    programs[1] = place_reductions(programs[1], outer, chunks)
+    first, later = ([*_entries(model, program), *step] for program in programs)
+    found = [replace(model.sizes, entries=tuple(first))]
+    start = _held_after(model, found[0])
+    while start not in [program.start for program in found[1:]]:
+        drops = [ProgramEntry("drop", name) for name in model.trained if name in start.casts and not accumulates]
+        found.append(replace(model.sizes, entries=(*drops, *later), start=start))
+        start = _held_after(model, found[-1])
+    return found
+
+
+def _trace_of(units: Sequence[RegisteredUnit]) -> list[PassEvent]:
+    """Return the events of a forward and a backward. A unit begins before the units within it, in both."""
+    within: dict[int, list[int]] = {}
+    for number, unit in enumerate(units):
+        if unit.outer:
+            # The innermost unit around it is the one that is itself within the others.
+            within.setdefault(max(unit.outer, key=lambda other: len(units[other].outer)), []).append(number)
+
+    def backward(number: int) -> Iterator[int]:
+        yield number
+        for inner in reversed(within.get(number, [])):
+            yield from backward(inner)
+
+    forward = [PassEvent(FORWARD, number) for number, unit in enumerate(units) for _ in range(unit.modules)]
+    return forward + [PassEvent(BACKWARD, number) for number in backward(ROOT) for _ in range(units[number].modules)]
+
+
+def _without_program(trace: Sequence[PassEvent], outer: Sequence[frozenset[int]]) -> PassProgram:
+    """Return what a pass does that follows no program: a unit is gathered only when it begins."""
+    whole, begun = set[int](), list[int]()
+    segments = []
+    for event in trace:
+        in_use = {ROOT, event.unit, *outer[event.unit]}
+        freed = [unit for unit in over_at(event, sorted(whole), begun, set()) if unit not in in_use]
+        gathered = {event.unit} - whole
+        whole = (whole - set(freed)) | gathered
+        if event.op == BACKWARD and event.unit not in begun:
+            begun.append(event.unit)
+        actions = [PassAction("free", unit) for unit in freed] + [PassAction("gather", unit) for unit in gathered]
+        segments.append(PassSegment(tuple(actions), event))
+    return PassProgram(tuple(segments))
+
+
+class ReductionQueue:
+    """The reductions of a pass, in their order.
+
+    Args:
+        model: Module.
+        order: Names of all trained chunks, in the order of their reductions.
+    """
+
+    def __init__(self, model: RegisteredModel, order: Sequence[str]) -> None:
+        self._chunks, self._inflight, self._order = model.sizes.chunks, model.inflight, list(order)
+        self._due, self._taken, self._under_way = set[str](), set[str](), list[str]()
+
+    def take(self, name: str) -> Iterator[ProgramEntry]:
+        """Take the gradients of a chunk. If it is reduced next, it may use the buffer of a finished reduction."""
+        if name == self._order[0]:
+            yield from self._make_room()
+        yield ProgramEntry("C", name)
+        self._taken.add(name)
+
+    def begin(self, due: Iterable[str]) -> Iterator[ProgramEntry]:
+        """Begin the reductions that are next in the order and due, also those that were due before."""
+        self._due.update(due)
+        while self._order and self._order[0] in self._due:
+            name = self._order[0]
+            if name not in self._taken:
+                yield from self.take(name)
+            yield from self._make_room()
+            yield ProgramEntry("reduce" if self._chunks[name].is_pair else "scatter", name)
+            self._under_way.append(self._order.pop(0))
+
+    def finish(self) -> Iterator[ProgramEntry]:
+        """Wait for all reductions."""
+        while self._under_way:
+            yield from self._sum()
+
+    def _make_room(self) -> Iterator[ProgramEntry]:
+        while self._inflight is not None and len(self._under_way) >= self._inflight:
+            yield from self._sum()
+
+    def _sum(self) -> Iterator[ProgramEntry]:
+        name = self._under_way.pop(0)
+        yield ProgramEntry("sum", name)
+        if self._chunks[name].is_written:
+            yield ProgramEntry("send", name)
+
+
+def _entries(model: RegisteredModel, program: PassProgram) -> Iterator[ProgramEntry]:
+    """Yield the entries of a pass.
+
+    Args:
+        model: Module.
+        program: Gathers, frees and reductions at stage 3; without events below stage 3. Without reductions, the ranks
+            compare before each gather which chunks have all gradients, and reduce these.
+    """
+    names, chunks, trained = [unit.name for unit in model.units], model.sizes.chunks, model.trained
+    order, early = _order_of(model, program)
+    queue, compares = ReductionQueue(model, order), not any(program.reductions)
+    left = {unit.name: unit.modules for unit in model.units}  # modules whose backward has not begun
+    whole, complete = list[str](), list[str]()
+    for place, segment in enumerate((*program.segments, None)):
+        for action in () if segment is None else segment.actions:
+            if action.op == "reduce":
+                yield from queue.begin([trained[action.of]])
+                continue
+            if action.op == "gather" and compares:
+                yield from queue.begin(complete)
+            yield ProgramEntry(action.op, names[action.of])
+            (whole.remove if action.op == "free" else whole.append)(names[action.of])
+        if segment is not None:
+            yield ProgramEntry(segment.event.op, names[segment.event.unit])
+            left[names[segment.event.unit]] -= segment.event.op == BACKWARD
+        # Below stage 3 no event says when backward begins for a module, so all chunks follow here.
+        while len(complete) < len(trained) and not left.get(chunks[trained[len(complete)]].unit or "", 0):
+            name = trained[len(complete)]
+            complete.append(name)
+            # With a bound, only the program may wait for the reduction whose buffer the chunk uses.
+            if not names or model.inflight is None:
+                yield from queue.take(name)
+            if name in early[place]:
+                yield from queue.begin([name])
+    yield from queue.begin(trained)
+    yield from queue.finish()
+    yield ProgramEntry("release")
+    yield from (ProgramEntry("cast", name) for name in trained if chunks[name].cast)
+    yield from (ProgramEntry("free", name) for name in names if name in whole)
+    yield ProgramEntry("E")
+
+
+def _order_of(model: RegisteredModel, program: PassProgram) -> tuple[list[str], list[set[str]]]:
+    """Return the chunks in the order of their reductions, and those that may begin early behind each event."""
+    trained = model.trained
+    if not model.units:
+        return trained, [set(() if model.waits else trained)]
+    placed = [{trained[number] for number in each} for each in program.reductions]
+    first = [trained[number] for each in program.reductions for number in each]
+    # Any code may use the parameters of the root, so its chunks are reduced last.
+    root, rest = model.units[ROOT].name, [name for name in trained if name not in first]
+    rest.sort(key=lambda name: model.sizes.chunks[name].unit == root)
+    # A chunk that the program reduces next may begin before its place, and behind the last event any chunk.
+    return [*first, *rest], [*placed[1:], *[set(trained if first else ())] * 2]
+
+
+def _step(model: RegisteredModel, number: int, chunks: Sequence[str]) -> Iterator[ProgramEntry]:
+    """Yield the entries of an optimizer's step."""
+    yield ProgramEntry("S", str(number))
+    yield from (ProgramEntry("step", name) for name in chunks)
+    # Forward reads the chunks in the opposite order of their gradients.
+    yield from (ProgramEntry("gather", name) for name in reversed(chunks) if model.gathers_after_step)
+    yield ProgramEntry("E")
+
+
+def _held_after(model: RegisteredModel, program: ZeroProgram) -> HeldMemory:
+    """Return the memory after a step. Without a bound, any chunk may have returned its buffer last."""
+    held = program.end()
+    if model.inflight is not None:
+        return held
+
+    def largest(sizes: Sequence[int]) -> tuple[int, ...]:
+        return (max(sizes, default=0),) * min(program.kept_buffers, len(sizes))
+
+    chunks = [program.chunks[name] for name in model.trained]
+    received = [chunk.received for chunk in chunks if chunk.received and not chunk.is_pair]
+    lent = [chunk.gradient for chunk in chunks] if program.shards_gradients else []
+    return replace(held, lent=largest(lent), received=largest(received))

@@ -1,0 +1,133 @@
+"""The program that is predicted for a module that has not run: its bytes are those of the closed forms."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from par_testing import for_each
+from par_zero import MixedPrecision, Offload, Overlap, ShardOptions, memory, predict_program, program, shard
+from par_zero._budget import PeakMemory
+from par_zero._param_groups import param_groups
+from par_zero._stage import STAGES
+from par_zero.layout.sizes import plan_module
+from par_zero.offload.plan import updated_slices
+from par_zero.programs.planned import PlannedRanks, register_units
+
+from ..helpers import adamw, batch, mlp, policies, train
+
+DTYPES = (
+    MixedPrecision(),
+    MixedPrecision(param_dtype=torch.bfloat16),
+    MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+)
+
+
+def linears(depth, width):
+    with torch.device("meta"):
+        module = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth)))
+    return module, torch.optim.AdamW(module.parameters())
+
+
+def fractions():
+    """Of data in tiers, in quarters, so that equal layers are divided exactly."""
+    return st.tuples(st.integers(0, 4), st.integers(0, 4)).map(
+        lambda pair: {"host": min(pair[0], 4 - pair[1]) / 4, "disk": pair[1] / 4}
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    stage=st.sampled_from(range(4)),
+    ranks=st.sampled_from((1, 2, 4, 8)),
+    depth=st.sampled_from((4, 8)),
+    precision=st.sampled_from(DTYPES),
+    inflight=st.integers(1, 3),
+    parts=st.tuples(fractions(), fractions(), fractions()),
+)
+def test_closed_form_of_memory_equals_the_ledger(stage, ranks, depth, precision, inflight, parts):
+    """Sizes have no padding. `memory` is of gloo, after a step; a cast copy of gradients is not in it."""
+    width, elements = 256, depth * 256**2
+    module, optimizer = linears(depth, width)
+    moved = parts if stage == 3 else (parts[0], 0, 0)
+    tiers = dict(zip(("optimizer", "parameters", "gradients"), moved, strict=True))
+    offload = Offload(**tiers, path="/", piece="1GB")
+    options = ShardOptions(overlap=Overlap(bucket=1, inflight=inflight), precision=precision)
+    program = predict_program(module, optimizer, stage=stage, ranks=ranks, options=options, gloo=True)
+    *_, (_, held) = program.walk()
+    without = memory(stage, elements, ranks, precision=precision, chunk=width**2, inflight=inflight)
+    if ranks > 1:  # else nothing is received
+        assert held["buffers"] == without.buffers
+    assert held["gradients"] == without.gradients + sum(chunk.cast for chunk in program.chunks.values())
+
+    plans, modules = plan_module(module, optimizer, stage=stage, ranks=ranks, options=options, expert_groups=())
+    counted = PeakMemory(
+        plans,
+        param_groups([optimizer], options.update),
+        STAGES[stage],
+        options,
+        units=register_units(module, modules, plans) if stage == 3 else (),
+        ranks=[PlannedRanks(count=ranks, receives=True)],
+    ).count(updated_slices(plans, STAGES[stage], [0]), offload)
+    # AdamW's counts of steps, and state that is divided at multiples of 16 elements, or of 4096 bytes on the disk.
+    rounded = 4 * depth + 3 * depth * 4096
+    for tier in ("device", "host", "disk"):
+        form = memory(stage, elements, ranks, precision=precision, offload=offload, tier=tier)
+        assert counted[tier]["parameters"] == form.parameters
+        assert abs(counted[tier]["optimizer"] - form.optimizer) <= rounded
+
+
+@for_each(stage=range(4))
+def test_predicted_gradients_that_stay_raise_the_peak(stage):
+    module, optimizer = linears(4, 64)
+    options = ShardOptions(overlap=Overlap(bucket=1, inflight=1))
+    dropped, kept = (
+        predict_program(module, optimizer, stage=stage, ranks=2, options=options, accumulates=each)
+        for each in (False, True)
+    )
+    assert dropped.peak() == kept.peak()  # without a copy in another dtype
+    mixed = ShardOptions(overlap=options.overlap, precision=DTYPES[1])
+    dropped, kept = (
+        predict_program(module, optimizer, stage=stage, ranks=2, options=mixed, accumulates=each)
+        for each in (False, True)
+    )
+    assert sum(dropped.peak().values()) < sum(kept.peak().values())
+
+
+def test_units_within_units_run_in_the_order_of_registration():
+    with torch.device("meta"):
+        block = nn.Sequential(nn.Linear(16, 16), nn.Sequential(nn.Linear(16, 16)))
+        module = nn.Sequential(block, nn.Linear(16, 16))
+    options = ShardOptions(units=[block, block[1], module[1]])
+    found = predict_program(module, stage=3, ranks=2, options=options)
+    events = " ".join(str(entry) for entry in found.entries if entry.op in ("F", "B", "C"))
+    assert events == "F:0 F:0.1 F:1 B:1 C:1.weight B:0 B:0.1 C:0.1.0.weight C:0.0.weight"
+
+
+def test_predict_program_without_a_bound_counts_two_reductions():
+    module, optimizer = linears(4, 64)
+    found = [
+        predict_program(
+            module, optimizer, stage=2, ranks=2, options=ShardOptions(overlap=Overlap(bucket=1, inflight=n))
+        )
+        for n in (None, 2)
+    ]
+    assert found[0] == found[1]
+    with pytest.raises(ValueError, match="units has a Linear that is not in the module"):
+        predict_program(module, stage=3, ranks=2, options=ShardOptions(units=[nn.Linear(1, 1)]))
+
+
+@for_each(stage=range(4), inflight=(1, 2), dtype=(None, torch.bfloat16))
+@pytest.mark.ranks(2)
+def test_steps_of_a_loop_are_the_programs_that_shard_predicted(stage, inflight, dtype):
+    """Entry by entry, so the checks of helpers.py are not skipped for all loops."""
+    module = mlp(depth=4)
+    optimizer = adamw(module.parameters())
+    precision = {} if dtype is None else {"param_dtype": dtype}
+    shard(module, optimizer, stage=stage, group=dist.group.WORLD, **policies(bucket=1, inflight=inflight, **precision))
+    predicted = program(module)
+    for step in range(3):
+        train(module, optimizer, [[batch(step, width=8).to(dtype)]])
+    assert program(module) == predicted
