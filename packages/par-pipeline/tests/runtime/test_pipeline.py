@@ -66,6 +66,7 @@ def mixed_stage(number):
     return Recurrent(number) if number == 1 else block(5, number)
 
 
+@pytest.mark.cpu(reason="a strict device has no fused GRU cell")
 @for_each(name=["zb_h1", "zb_v"])
 @pytest.mark.ranks(2)
 def test_a_backward_that_cannot_be_split_is_refused_by_name_or_run_whole_with_a_warning(name):
@@ -324,6 +325,7 @@ def test_outputs_that_hide_their_tensors_cannot_be_returned():
         run.step(x, target=y, return_outputs=True)
 
 
+@pytest.mark.cpu(reason="a strict world ends when a rank aborts a communicator")
 @for_each(name=["1f1b", "interleaved", "zb_h1"])
 @pytest.mark.ranks(2)
 def test_microbatches_of_other_sizes_that_the_loss_s_rank_cannot_weigh_are_refused(name):
