@@ -7,6 +7,8 @@ from torch import nn
 
 from par_testing import Accelerator, for_each, storm, waits_seen
 from par_zero import Offload, no_sync, residency, shard, summon
+from par_zero.offload.link import DeviceLink
+from par_zero.offload.tier import OffloadedStep
 
 from ..helpers import OPTIMIZERS, STAGES, assert_same
 
@@ -79,6 +81,62 @@ def trained(
 @on_device
 def test_state_on_host_changes_no_number(stage, make, offload):
     assert_same(trained(stage, Offload(**offload), make=make), trained(stage, make=make))
+
+
+@for_each(stage=(0, storm(1), storm(2), 3), optimizer=("disk", {"host": 0.3, "disk": 0.4}), precision=(None, BF16))
+@on_device
+def test_state_on_disk_changes_no_number(stage, optimizer, precision, tmp_path):
+    offload = Offload(optimizer=optimizer, piece="8KiB", path=tmp_path)
+    assert_same(trained(stage, offload, precision=precision), trained(stage, precision=precision))
+
+
+@for_each(stage=(0, storm(1), 2, 3))
+@pytest.mark.ranks(1, backend="strict", accelerator=Accelerator())
+def test_skipped_step_copies_nothing_to_the_device(stage, monkeypatch):
+    copied = []
+
+    def copy_in(link, chunk, target, source, original=DeviceLink.copy_in):
+        copied.append(target.nbytes)
+        original(link, chunk, target, source)
+
+    monkeypatch.setattr(DeviceLink, "copy_in", copy_in)
+    module = Blocks().to("strict")
+    before = [parameter.detach().clone() for parameter in module.blocks.parameters()]
+    optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+    shard(module, optimizer, stage=stage, group=dist.group.WORLD, offload=HOST)
+    for found in (1.0, 0.0):
+        module(torch.ones(4, 32, device="strict")).sum().backward()
+        optimizer.found_inf = torch.tensor(found)  # as torch's GradScaler sets it
+        optimizer.step()
+        optimizer.zero_grad()
+        with summon(module):
+            skipped = [bool(one.equal(other)) for one, other in zip(before, module.blocks.parameters(), strict=True)]
+        assert all(skipped) == bool(found)
+        assert bool(copied) != bool(found)
+
+
+@pytest.mark.ranks(1, backend="strict", accelerator=Accelerator())
+def test_error_of_the_thread_is_raised_by_the_next_step(monkeypatch):
+    module = Blocks().to("strict")
+    optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+    shard(module, optimizer, stage=2, group=dist.group.WORLD, offload=HOST)
+
+    def update_(*_):
+        raise MemoryError("the host is full")
+
+    def step():
+        module(torch.ones(4, 32, device="strict")).sum().backward()
+        optimizer.step()
+
+    step()
+    optimizer.zero_grad()
+    with monkeypatch.context() as patch:
+        patch.setattr(OffloadedStep, "update_", update_)
+        step()
+        with pytest.raises(MemoryError, match="the host is full"):
+            optimizer.state_dict()
+    with pytest.raises(MemoryError, match="the host is full"):
+        step()
 
 
 @for_each(stage=STAGES, precision=(BF16, storm(WIDER_SUMS)), offload=(HOST, HALF))
