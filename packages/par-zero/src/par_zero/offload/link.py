@@ -30,7 +30,7 @@ _SLAB = 2**28
 """Bytes of a slab of pinned memory. torch rounds each up to a power of two, so one large tensor could waste half."""
 
 
-class Link:
+class MemoryLink:
     """Link of a CPU to itself: device and host have the same memory."""
 
     @property
@@ -65,7 +65,7 @@ class Link:
         """Let the host wait for all copies to parameters, before it writes their sources."""
 
 
-class DeviceLink(Link):
+class DeviceLink(MemoryLink):
     """Link between an accelerator and its host, with one stream for each direction.
 
     Args:
@@ -83,19 +83,19 @@ class DeviceLink(Link):
 
     @property
     def buffer_bytes(self) -> int:
-        """See `Link`."""
+        """See `MemoryLink`."""
         return sum(buffer.nbytes for buffer, _ in self._buffers)
 
     def on_device(self) -> AbstractContextManager[Any]:
-        """See `Link`."""
+        """See `MemoryLink`."""
         return self._module.device(self._device)  # type: ignore[no-any-return]
 
     def begin_step(self) -> None:
-        """See `Link`."""
+        """See `MemoryLink`."""
         self.into.wait_event(self._current().record_event())
 
     def copy_in(self, chunk: Chunk, target: torch.Tensor, source: torch.Tensor) -> None:
-        """See `Link`."""
+        """See `MemoryLink`."""
         # A pinned source in the right dtype needs no buffer: the host does not write it before `finish_copies_in`.
         in_place = source.dtype == target.dtype and source.is_pinned()
         rounded = source if in_place else self._rounded(source, target.dtype)
@@ -123,13 +123,13 @@ class DeviceLink(Link):
         return rounded
 
     def finish_copies_in(self, chunk: Chunk) -> None:
-        """See `Link`."""
+        """See `MemoryLink`."""
         event = self._copied_in.get(chunk)
         if event is not None:
             event.synchronize()
 
     def wait_for(self, chunks: Iterable[Chunk] | None = None) -> None:
-        """See `Link`."""
+        """See `MemoryLink`."""
         for chunk in list(self._copied_in) if chunks is None else chunks:
             event = self._copied_in.get(chunk)
             if event is not None:
@@ -157,7 +157,7 @@ class DeviceLink(Link):
         self._current().wait_event(event)
 
     def settle(self) -> None:
-        """See `Link`."""
+        """See `MemoryLink`."""
         # Gradients on their way out wait for themselves, at their first use.
         self.into.synchronize()
 
@@ -165,9 +165,9 @@ class DeviceLink(Link):
         return torch.accelerator.current_stream(self._device)
 
 
-def link_of(device: torch.device, depth: int) -> Link:
+def link_of(device: torch.device, depth: int) -> MemoryLink:
     """Return the link between a device and its host."""
-    return Link() if device.type == "cpu" else DeviceLink(device, depth)
+    return MemoryLink() if device.type == "cpu" else DeviceLink(device, depth)
 
 
 class PinnedSlabs:

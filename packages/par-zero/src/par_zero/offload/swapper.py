@@ -19,7 +19,7 @@ import torch
 from ..layout.chunk import Chunk
 from .disk import Disk, DiskHandle
 from .errors import DiskErrors
-from .link import GradientInFlight, Link
+from .link import GradientInFlight, MemoryLink
 from .piece import DiskPiece, State
 from .pieces import COPY
 from .staging import StagingBuffer, StagingPool
@@ -93,10 +93,10 @@ class StateSwapper:
         depth: int,
         errors: DiskErrors,
         on_written: Callable[[Chunk], None],
-        link: Link | None = None,
+        link: MemoryLink | None = None,
     ) -> None:
         self._disk, self._size, self._depth = disk, size, depth
-        self._link = link or Link()
+        self._link = link or MemoryLink()
         self._errors, self._on_written = errors, on_written
         self._pool = StagingPool()
         self._order: Mapping[DiskPiece, PieceValues] = {}
