@@ -333,7 +333,9 @@ def accelerator_count() -> int:
 
     The function imports torch, which is slow, only if the host has a driver of an accelerator.
     """
-    if sys.platform == "linux" and not any(Path(driver).exists() for driver in _DRIVERS):
+    has_driver = sys.platform != "linux" or any(Path(driver).exists() for driver in _DRIVERS)
+    # A device that another wheel has registered with torch may need no driver.
+    if not has_driver and "torch" not in sys.modules:
         return 0
     import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
