@@ -41,6 +41,8 @@ def _check_prediction(record, found, peak):
     until backward has left a section of the model, which no program has.
     """
     record.is_predicted &= all(map(all, record._reducer.usage._here))
+    # A thread steps what is on the host of an accelerator, so its entries may be recorded in the next step.
+    record.is_predicted &= all(p.tensor.device == chunk.own.device for chunk in record.chunks for p in chunk.slices)
     record.is_predicted &= any(_events(found) == _events(each) for each in record.predicted)
     if not record.is_predicted:
         return
