@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import time
 from pathlib import Path
 from types import FunctionType, ModuleType
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from par_groups import settle_
-from par_testing import Accelerator
+from par_testing import Accelerator, StrictDeviceError
 from par_zero import Offload, shard, summon
 from par_zero.offload import host_gradients, link, swapper, tier
 
@@ -156,6 +157,17 @@ def is_found(expected):
     return False
 
 
+def has_late_errors():
+    """Wait for the threads of runs that have failed, whose faults are raised here at any time."""
+    found = False
+    for _ in range(20):
+        try:
+            time.sleep(0.01)
+        except StrictDeviceError:
+            found = True
+    return found
+
+
 @pytest.mark.ranks(1, timeout=580, backend="strict", accelerator=Accelerator())
 def test_offload_without_any_one_of_its_waits_fails():
     expected = {name: trained(**run) for name, run in RUNS.items()}
@@ -166,9 +178,15 @@ def test_offload_without_any_one_of_its_waits_fails():
             if re.search(pattern, line) and re.fullmatch(r" +[\w.]+\(.*\)", line):
                 tried += 1
                 before = without_line(module, number)
-                if not is_found(expected):
-                    missed.append(f"{module.__name__}:{number + 1}: {line.strip()}")
+                found = False
+                try:
+                    found = is_found(expected)
+                except StrictDeviceError:
+                    found = True
+                found |= has_late_errors()
                 for function, code in before.items():
                     function.__code__ = code
+                if not found:
+                    missed.append(f"{module.__name__}:{number + 1}: {line.strip()}")
     assert not missed
     assert tried >= 12
