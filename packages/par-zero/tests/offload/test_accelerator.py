@@ -130,6 +130,7 @@ def test_error_of_the_thread_is_raised_by_the_next_step(monkeypatch):
 
     step()
     optimizer.zero_grad()
+    optimizer.state_dict()  # waits for the thread
     with monkeypatch.context() as patch:
         patch.setattr(OffloadedStep, "update_", update_)
         step()
