@@ -70,7 +70,9 @@ def test_random_programs_equal_one_process(name, seeds):
     setup = SETUPS[name]
     programs = [draw(setup, dist.get_world_size(), seed) for seed in seeds]
     errors = [error for program in programs for error in check(program)]
-    most = sum(len(program.steps) for program in programs) * 2 / 3 if setup.stage == 3 and not setup.alike else 0
+    steps = sum(len(program.steps) for program in programs)
+    # Programs must not end in errors alone. A single one may, in all steps but one; of many, a third of the steps.
+    most = 0 if setup.stage < 3 or setup.alike else steps - 1 if len(programs) == 1 else steps * 2 / 3
     assert len(errors) <= most
 
 
