@@ -29,7 +29,6 @@ STRICT_COVER = (
     "packages/par-layers/tests/test_models.py",
     "packages/par-data/tests/loading/test_broadcast.py",
     "packages/par-pipeline/tests/runtime",
-    "packages/par-pipeline/tests/runtime/test_pipeline.py",
     "packages/par-precision/tests/norm",
     "packages/par-zero/tests/test_equality.py",
     "packages/par-zero/tests/test_gather.py",
