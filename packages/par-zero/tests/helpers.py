@@ -47,7 +47,9 @@ def _check_prediction(record, found, peak):
     if not record.is_predicted:
         return
     starts = [each for each in record.predicted if each.start == found.start]
-    if record._model.inflight is None:
+    # The prediction does not have the pieces of an offloaded optimizer.
+    has_pieces = any(entry.op == "fetch" for entry in found.entries)
+    if record._model.inflight is None or has_pieces:
         most = max(sum(each.peak().values()) for each in record.predicted)
         assert peak <= most, f"{found}\npredicted {most} at most, counted {peak}"
     else:

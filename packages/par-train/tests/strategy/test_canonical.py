@@ -14,6 +14,7 @@ from par_precision.exact.squares import exact_squares, squares_of
 from par_testing import storm
 from par_train import Strategy
 from par_train.strategy.canonical import warn_of_other_bits
+from par_zero import MixedPrecision
 
 LANES, TIME, STEPS, CLIP = 12, 16, 4, 0.5
 """1, 2, 3 and 4 data ranks divide the lanes; the norm is above the clip in each step."""
@@ -226,9 +227,12 @@ def test_a_gradient_that_is_twice_too_large_is_found_by_name():
             {"numerics": "canonical", "lanes": 4, "parallel": {"tensor": {"size": 2, "mode": "1d"}}},
             "the axes data and pipeline have exact sums so far",
         ),
-        (
-            {"numerics": "canonical", "lanes": 4, "zero": {"stage": 1, "precision": {"reduce_dtype": torch.float32}}},
-            "gradients are summed by par-zero in fp64",
+        *(
+            (
+                {"numerics": "canonical", "lanes": 4, "zero": {"stage": 1, "precision": given}},
+                "gradients are summed by par-zero in fp64",
+            )
+            for given in ({"reduce_dtype": torch.float32}, MixedPrecision(reduce_dtype=torch.float32))
         ),
     ],
 )
@@ -276,6 +280,18 @@ def test_gradients_beyond_the_exact_range_raise_on_every_rank_by_name():
         strategy.backward(model(torch.full((2, 4), large)).mean(), optimizer)
         with pytest.raises(ValueError, match=r"gradients of weight: an element is .* exact sums of 2 losses"):
             optimizer.step()
+
+
+@pytest.mark.ranks(2)
+def test_a_gradient_that_overflows_skips_the_step_on_every_rank():
+    model = nn.Linear(4, 4)
+    before = model.weight.detach().clone()
+    with Strategy(numerics="canonical", lanes=2) as strategy:
+        model, optimizer = strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        factor = math.inf if strategy.groups.rank("data") else 1.0
+        strategy.backward(model(torch.ones(2, 4)).mean() * factor, optimizer)
+        assert optimizer.step().skipped
+        assert torch.equal(model.weight, before)
 
 
 @pytest.mark.ranks(2)

@@ -50,8 +50,7 @@ def digest_of(named: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup | No
         group: The ranks over which the tensors are sharded. None: only this rank.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
-    ranks = range(1) if group is None else frozenset(dist.get_process_group_ranks(group))
-    ranks = frozenset([rank]) if group is None else ranks
+    ranks = frozenset([rank] if group is None else dist.get_process_group_ranks(group))
     sums: dict[str, tuple[int, ...]] = {}
     for name, tensor in named:
         for segment in segments_of(tensor, name):

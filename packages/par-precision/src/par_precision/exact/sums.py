@@ -115,7 +115,7 @@ class ExactSums(StepSums):
         alone = group is None or dist.get_world_size(group) == 1
         maxima = torch.stack([largest(parts, device), *(hooks.largest(device) for hooks in self._hooks)])
         # A backend's MAX may drop a NaN.
-        maxima = torch.nan_to_num(maxima, nan=math.inf)
+        maxima = torch.nan_to_num(maxima, nan=math.inf, posinf=math.inf)
         maxima = torch.stack((maxima[0], maxima[1:].amax()))
         if not alone:
             dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)  # (2) in fp64

@@ -172,7 +172,7 @@ def _items_of(batch: Any) -> int:
 
 
 def _check(model: nn.Module, strategy: Setup) -> None:
-    """Check that every sum of a step is one that is made exact. Every rank of a replica has the same answer.
+    """Check that every sum of a step is one that is made exact. A rank checks its own stages; `wire` tells the others.
 
     Raises:
         ValueError: Something else would depend on the topology.

@@ -154,7 +154,7 @@ class StrategyOptions:
                 f"pipeline={self.pipeline_keywords}: canonical numerics choose `microbatches`, the lanes of a data "
                 "rank; remove it"
             )
-        own = sorted({"reduce_dtype", "reduce_op"} & set(self.zero_keywords.get("precision") or {}))
+        own = sorted({"reduce_dtype", "reduce_op"} & self._own_policy("precision").keys())
         if own or not self.shards:
             raise ValueError(
                 "numerics='canonical': gradients are summed by par-zero in fp64; remove "
@@ -189,16 +189,15 @@ class StrategyOptions:
         Args:
             name: Keyword of `shard`: "precision", "overlap" or "update".
         """
+        is_exact = self.numerics == "canonical" and name == "precision"
+        exact = {"reduce_dtype": torch.float64, "reduce_op": "sum"} if is_exact else {}
+        return {**exact, **self._own_policy(name)}
+
+    def _own_policy(self, name: str) -> dict[str, Any]:
         given = self.zero_keywords.get(name)
-        exact = (
-            {"reduce_dtype": torch.float64, "reduce_op": "sum"}
-            if self.numerics == "canonical" and name == "precision"
-            else {}
-        )
         if given is None or isinstance(given, Mapping):
-            return {**exact, **(given or {})}
-        own = {each.name: value for each in fields(given) if (value := getattr(given, each.name)) != each.default}
-        return {**exact, **own}
+            return dict(given or {})
+        return {each.name: value for each in fields(given) if (value := getattr(given, each.name)) != each.default}
 
     @property
     def stage(self) -> int:

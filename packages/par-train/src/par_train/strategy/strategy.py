@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from par_data import BatchComparison, StepRandomness, WorkerSignals
-from par_groups import Digest, agree, check_alike, digest_of, together
+from par_groups import Digest, agree, check_alike, digest_of, settle_, together
 from par_layers import RouterLosses, parallelization_of
 from par_layers.pretrained import Ends, Prompts, joined_rows, read_request, write_on
 from par_pipeline import Pipeline, build_stage, build_stages, schedule
@@ -432,6 +432,7 @@ class Strategy(StrategyFiles):
         if optimizer is None:
             raise ValueError(f"this {type(model).__name__} has no optimizer; pass a model that is trained")
         tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        settle_(tensors)  # a thread may still step some of them
         return digest_of(((str(number), tensor) for number, tensor in enumerate(tensors)), dist.group.WORLD)
 
     # The end

@@ -3,7 +3,6 @@
 import torch
 from torch import nn
 
-
 # torch lets the `step` of a class run hooks once the class has an instance. Were that torch's own class, the hooks of a
 # subclass that calls `super().step()` would run twice in every rank.
 
