@@ -53,6 +53,7 @@ class Strategy(StrategyFiles):
         randomness: The seeds of torch's generators in each step, and the states for data loaders of other trainers.
         comparison: The check that all ranks of a replica received the same batch.
         spent: The plan of the `memory` budget, once a model is initialized; printed, it gives its reasons.
+        environment_of_bits: What the bits of canonical numerics depend on, beside data and options.
         worker_signals: The signals that the workers of data loaders survive while a `Run` saves.
 
     Raises:
