@@ -397,7 +397,9 @@ def program(module: nn.Module) -> ZeroProgram | None:
 def reset(module: nn.Module) -> None:
     """Drop partial gradients after an exception in forward or backward, so that the next step is correct.
 
-    Call it on all ranks: each rank completes the collectives that other ranks may have begun in the failed pass.
+    Call it on all ranks: each rank completes the collectives that other ranks may have begun in the failed pass. The
+    pass must have begun on every rank. At stage 3, ranks that failed at different positions of a pass without a
+    program, such as the first pass, may still hang.
 
     Args:
         module: Module that was passed to `shard`, or an item of it that is called.
