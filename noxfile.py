@@ -54,7 +54,7 @@ ACCELERATOR = (
     "packages/par-zero/tests/test_gather.py",
     "packages/par-zero/tests/test_reduce.py",
 )
-"""All tests that run there."""
+"""The tests of `nox -s accelerator`: the tests of a GPU, and a part of the packages' rank tests."""
 
 PORTABLE = (
     "packages/par-groups/tests/topology",
@@ -110,7 +110,7 @@ def strict(session: nox.Session) -> None:
 
 @nox.session
 def accelerator(session: nox.Session) -> None:
-    """Tests of a GPU on a device that the CPU plays and that enforces a GPU's rules. Needs a C++ compiler."""
+    """Tests of a GPU, and a part of the rank tests, on a strict accelerator. Needs a C++ compiler."""
     run_suite(session, *workers(), "--accelerator", *(session.posargs or ACCELERATOR))
 
 

@@ -57,7 +57,8 @@ def load_torch_file(path: str | os.PathLike[str], **part: Any) -> None:
         **part: One of `model`, `optimizer` and `scheduler`, as `load` takes it.
 
     Raises:
-        FileNotFoundError: There is no such file; on every rank.
+        FileNotFoundError: There is no such file; on rank 0.
+        ValueError: There is no such file; on the other ranks. The message names rank 0 and its error.
     """
     ((kind, _),) = part.items()
     with _as_folder(os.fspath(path), kind) as folder:
