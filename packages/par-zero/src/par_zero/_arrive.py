@@ -1,6 +1,7 @@
 """Parameters that arrive after a step at stages 0 to 2, during the next forward: a read of a parameter waits.
 
-- Step: the optimizer updates this rank's shards. All chunks are gathered, in the order in which forward reads them.
+- Step: the optimizer updates this rank's shards. All chunks are gathered, in the opposite order of their reductions: a
+  gradient is complete when backward has passed the first read of its parameter in forward.
 - Forward: a read of a parameter waits for its chunk. The later chunks continue to arrive.
 
 If a thread steps a part of the optimizer on the host of an accelerator, the all-gather of a chunk begins at its first
@@ -33,7 +34,6 @@ from par_groups import WatchedParameter, WatchedWeight
 from ._collectives import Handle, all_gather, is_gloo
 from ._torch_private import READS_NO_VALUES, has_compiled, without_torch_functions
 from .layout.chunk import Chunk
-from .reduce.order import LearnedOrder
 from .reduce.reducer import Reducer
 
 _ORDINARY = (nn.Parameter, WatchedWeight)
@@ -82,16 +82,13 @@ class Arrival:
     Args:
         chunk: The chunk.
         arriving: Numbers of the chunks whose all-gathers are in flight. This object updates the set.
-        observed: Numbers of the chunks that were read since the last step, in order. This object appends to the list.
     """
 
-    def __init__(self, chunk: Chunk, arriving: set[int], observed: list[int]) -> None:
-        self._number, self._arriving, self._observed = chunk.number, arriving, observed
-        self._chunk = chunk
-        # A slice does not call `read`: a hook that logs on one rank must not change the order that all ranks learn.
+    def __init__(self, chunk: Chunk, arriving: set[int]) -> None:
+        self._number, self._arriving, self._chunk = chunk.number, arriving, chunk
         self._class_of = {
-            kind: type("ArrivingParameter", (ArrivingParameter, kind), {"wait_for_gather": wait})
-            for kind, wait in ((nn.Parameter, self.read), (WatchedWeight, self.read), (WatchedParameter, self.wait))
+            kind: type("ArrivingParameter", (ArrivingParameter, kind), {"wait_for_gather": self.wait})
+            for kind in (nn.Parameter, WatchedWeight, WatchedParameter)
         }
         self._in_flight: list[tuple[nn.Parameter, type[nn.Parameter]]] = []  # tensors, with their own classes
         self._lock = Lock()
@@ -115,12 +112,6 @@ class Arrival:
         self._in_flight = [(tensor, type(tensor)) for tensor in tensors]
         for tensor, kind in self._in_flight:
             tensor.__class__ = self._class_of[kind]
-
-    def read(self) -> None:
-        """Record that the chunk is read now, and wait for it."""
-        if self._number in self._arriving:
-            self._observed.append(self._number)
-            self.wait()
 
     def wait(self) -> None:
         """Wait for the all-gather on the stream of the step, and let the current stream wait for that stream."""
@@ -147,8 +138,7 @@ class Arrivals:
 
     Args:
         chunks: Trained chunks.
-        reducer: Reducer, which learns the order in which the chunks are read. It raises if code reads a chunk without
-            torch's functions.
+        reducer: Reducer, whose order is equal on all ranks. It raises if code reads a chunk without torch's functions.
         wait_for_step: Function that waits for a late step of some chunks on this rank. None: no step is late.
     """
 
@@ -158,23 +148,17 @@ class Arrivals:
         reducer: Reducer,
         wait_for_step: Callable[[Sequence[Chunk]], None] | None = None,
     ) -> None:
-        self._arriving, self._wait_for_step = reducer.arriving, wait_for_step
+        self._reducer, self._arriving, self._wait_for_step = reducer, reducer.arriving, wait_for_step
         self._delayed: list[Chunk] = []  # chunks that a late step may still update, in the order of all-gathers
         self._handles: dict[Chunk, Handle] = {}  # of delayed chunks whose all-gathers have begun
         self._beginning = Lock()  # threads that read several chunks must begin the all-gathers in one order
-        # The chunks are in the order of gradients, and forward reads them in the opposite order.
-        self._order = LearnedOrder(reversed(range(len(chunks))))
         self._arrivals: dict[int, Arrival] = {}
         by_gloo = any(is_gloo(chunk.flat, chunk.groups.shards) for chunk in chunks)
         cut = any(dist.get_world_size(chunk.groups.shards) > 1 for chunk in chunks)
-        if cut and not by_gloo:
-            reducer.learn(self._order)
         if (cut and not by_gloo) or wait_for_step is not None:
             # Another subclass has operations of its own, which it would lose with its class while it is in flight.
             ordinary = [c for c in chunks if all(type(member.parameter) in _ORDINARY for member in c.members)]
-            self._arrivals = {
-                chunk.number: Arrival(chunk, reducer.arriving, self._order.observed) for chunk in ordinary
-            }
+            self._arrivals = {chunk.number: Arrival(chunk, reducer.arriving) for chunk in ordinary}
 
     @property
     def late(self) -> bool:
@@ -187,11 +171,10 @@ class Arrivals:
         Args:
             chunks: Chunks that an optimizer has updated.
         """
-        self._order.observed.clear()
         arrivals = {} if has_compiled() else self._arrivals
         updated = {chunk.number: chunk for chunk in chunks}
         handles: list[Handle] = []
-        for chunk in [updated[number] for number in self._order.numbers if number in updated]:
+        for chunk in [updated[number] for number in reversed(self._reducer.order) if number in updated]:
             if self._wait_for_step is None:
                 handle = _gather(chunk)
             else:

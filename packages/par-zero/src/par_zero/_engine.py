@@ -24,7 +24,6 @@ from ._torch_private import (
     without_torch_functions,
 )
 from ._unit import Unit
-from .calls.closer import Closer
 from .layout.chunk import Chunk
 from .layout.meter import Meter
 from .layout.packed import PackedParameters
@@ -47,6 +46,7 @@ from .programs.predict import RegisteredModel
 from .programs.record import StepRecord
 from .programs.steps import Recording, StepBook
 from .reduce.reducer import Reducer
+from .reduce.sections import SectionProgram
 from .residency.count import count
 from .residency.table import Residency
 from .watch.outputs import computed
@@ -89,14 +89,14 @@ class Engine:
         for chunk in chunks:
             chunk.meter = self._meter
         # A user who bounds the reductions in flight states that unused parameters do not depend on data. Chunks then
-        # need no common order of closing, which would delay their reductions and hold their memory.
+        # need no program, which would delay their reductions and hold their memory.
         inflight = model.inflight
-        closes = len(sharers.each) > 1 and (inflight is None or inflight >= len(self._trained))
-        programmed = closes or stage.shards_parameters
+        exchanges = len(sharers.each) > 1 and (inflight is None or inflight >= len(self._trained))
+        programmed = exchanges or stage.shards_parameters
         self._reducer = Reducer(self._trained, sharers, inflight, self._meter, programmed=programmed)
-        self._closer: Closer | None = None
-        if closes and not stage.shards_parameters:
-            self._closer = Closer(module, self._trained, self._reducer)
+        self._sections: SectionProgram | None = None
+        if exchanges and not stage.shards_parameters:
+            self._sections = SectionProgram(module, self._trained, self._reducer)
         # At stage 3 a freed parameter reports each write by itself.
         self._module_writes = ModuleWrites(() if stage.shards_parameters else self._trained)
         self._gatherer: Gatherer | None = None
@@ -358,8 +358,8 @@ class Engine:
         self._reducer.reset()
         for each in self._optimizers:
             each.splitter.leave()
-        if self._closer is not None:
-            self._closer.forget()
+        if self._sections is not None:
+            self._sections.forget()
         if self._gatherer is not None:
             self._gatherer.reset()
         if self._disk_tier is not None:
@@ -458,8 +458,8 @@ class Engine:
             self._disk_tier.end_step(number)
         self._writes.put_back_(number)
         self._publish(number)
-        if self._closer is not None:
-            self._closer.forget()
+        if self._sections is not None:
+            self._sections.forget()
         if self._gatherer is not None:
             self._gatherer.end_step()
         self._program.end_step()

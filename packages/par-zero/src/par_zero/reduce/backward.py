@@ -1,6 +1,6 @@
 """The state of a backward pass: its hooks, the gradients that have arrived, and the gradients that are expected."""
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Container, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TypeVar
 from weakref import ref
@@ -8,6 +8,7 @@ from weakref import ref
 import torch
 from torch import nn
 
+from .._torch_private import will_get_gradient
 from ..layout.chunk import Chunk
 
 _Owner = TypeVar("_Owner")
@@ -77,6 +78,7 @@ class ExpectedGradients:
     Attributes:
         counts: Number of members that have a gradient when the chunk is complete, one number per chunk.
         from_nested_passes: Whether gradients have ever arrived from a pass within the pass under way.
+        recomputed: Numbers of the chunks that backward is still to recompute, in passes within the pass.
     """
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
@@ -84,6 +86,7 @@ class ExpectedGradients:
         self._frozen: set[int] = set()  # chunks with frozen members, which are complete without these
         self.counts = [len(chunk.members) for chunk in chunks]
         self.from_nested_passes = False
+        self.recomputed: Container[int] = ()
 
     def begin_pass(self) -> None:
         """Count the trained members again in chunks with frozen members, which the caller may have unfrozen."""
@@ -104,6 +107,37 @@ class ExpectedGradients:
                 if number not in completed:
                     self.counts[number] = count = self._count(number)
                     (self._frozen.discard if count == len(chunk.members) else self._frozen.add)(number)
+
+    def awaits(self, current: BackwardPass, number: int, *, asks: bool, if_unknown: bool) -> bool:
+        """Return whether the pass may bring a gradient of a chunk that has not arrived yet.
+
+        Args:
+            current: Pass in progress.
+            number: Number of the chunk.
+            asks: Whether to ask autograd. If not, all trained members count as coming.
+            if_unknown: Result for gradients that autograd does not announce, as those of passes within the pass.
+        """
+        arrived = current.arrived[number]
+        if len(arrived) >= self.counts[number]:
+            return False
+        if not asks or number in self.recomputed or (if_unknown and self.from_nested_passes):
+            return True
+        return any(
+            will_get_gradient(member.parameter, if_unknown=if_unknown)
+            for index, member in enumerate(self._chunks[number].members)
+            if index not in arrived
+        )
+
+    def brings_any(self, current: BackwardPass) -> bool:
+        """Return whether a pass brings gradients of parameters, and not only of inputs.
+
+        Args:
+            current: Pass in progress.
+        """
+        if current.expects_gradients is None:
+            members = (member for chunk in self._chunks for member in chunk.members)
+            current.expects_gradients = any(will_get_gradient(member.parameter) for member in members)
+        return current.expects_gradients or current.has_gradients
 
     def _count(self, number: int) -> int:
         return sum(member.parameter.requires_grad for member in self._chunks[number].members)

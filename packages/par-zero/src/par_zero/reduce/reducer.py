@@ -33,7 +33,7 @@ import torch.distributed as dist
 from par_groups import agree
 
 from .._collectives import Flags, all_reduce, same_ranks
-from .._torch_private import call_at_end_of_backward, current_pass, is_in_backward, will_get_gradient
+from .._torch_private import call_at_end_of_backward, current_pass, is_in_backward
 from ..layout.buffers import Buffers
 from ..layout.chunk import Chunk
 from ..layout.gradients import ChunkGradients
@@ -41,7 +41,7 @@ from ..layout.meter import BUFFERS, Meter
 from ..layout.sharers import Sharers
 from .backward import BackwardHooks, BackwardPass, ExpectedGradients, call_on_gradient
 from .in_flight import EmptyReductions, ReductionBuffers, Reductions, is_one_all_reduce, reduction
-from .order import LearnedOrder, learn_orders
+from .order import LearnedOrder
 from .refusals import refuse_another, refuse_arriving, refuse_closed, refuse_given_up, refuse_gradient
 from .usage import GradientUsage
 
@@ -62,6 +62,7 @@ class Reducer:
 
     Attributes:
         hooks: Functions that are called when backward begins and ends.
+        expected: Gradients that a pass is expected to bring.
         gradients: Gradients of the chunks, by number.
         buffers: Buffers that reductions use one after the other.
         usage: Parameters that have gradients for the optimizer.
@@ -82,12 +83,12 @@ class Reducer:
         self.gradients = [ChunkGradients(chunk) for chunk in chunks]
         self._deferring = 0  # number of open `no_sync` contexts
         self._pass = BackwardPass([set() for _ in chunks])
-        self._expected = ExpectedGradients(chunks)
+        self.expected = ExpectedGradients(chunks)
         self._programmed = programmed
         self._learned = LearnedOrder(range(len(chunks)))
         # At stage 3 the order is the program's. Replicas of a shard may follow other programs, so they learn an order.
         self._follows = programmed and not sharers.beside_gathering
-        self._orders = [] if self._follows else [self._learned]  # the orders that the ranks learn
+        self._source: LearnedOrder | None = None if self._follows else self._learned  # the order that the ranks learn
         self._order = self._learned.numbers  # order in which reductions begin
         self._due: dict[int, None] = {}  # chunks that are due. They stay so until a pass reduces them.
         self.arriving: set[int] = set()
@@ -125,21 +126,18 @@ class Reducer:
         """
         return self.gradients[chunk.number].pop_sum()
 
+    @property
+    def order(self) -> Sequence[int]:
+        """Numbers of all chunks in the order of their reductions, equal on all ranks."""
+        return self._order
+
     def learn(self, order: LearnedOrder) -> None:
-        """Let the ranks learn another order, in addition to the order of reductions.
-
-        Args:
-            order: Order that the caller observes and follows.
-        """
-        self._orders.append(order)
-
-    def learn_first(self, order: LearnedOrder) -> None:
         """Let the ranks learn another order instead of the order of reductions, which follows from it: see `arrange`.
 
         Args:
             order: Order that the caller observes and follows.
         """
-        self._orders, self._follows = [order, *self._orders[1:]], False
+        self._source = order
 
     def arrange(self, numbers: list[int]) -> None:
         """Set the order of reductions from the next pass on.
@@ -262,7 +260,7 @@ class Reducer:
         Args:
             chunk: Chunk.
         """
-        return chunk.number < 0 or len(self._pass.arrived[chunk.number]) >= self._expected.counts[chunk.number]
+        return chunk.number < 0 or len(self._pass.arrived[chunk.number]) >= self.expected.counts[chunk.number]
 
     def reduce(self, number: int) -> None:
         """Reduce a chunk: begin when all chunks before it have begun, and all gradients have arrived that will arrive.
@@ -284,9 +282,11 @@ class Reducer:
 
     def count_ready(self) -> int:
         """Return how many chunks, from the first in the order of the pass, have all gradients that will arrive."""
-        if self._deferring or not self._pass.is_running or not self._brings_gradients():
+        current, expected = self._pass, self.expected
+        if self._deferring or not current.is_running or not expected.brings_any(current):
             return 0
-        found = (place for place, number in enumerate(self._order) if self.awaits(number, if_nested=True))
+        waiting = (expected.awaits(current, number, asks=True, if_unknown=True) for number in self._order)
+        found = (place for place, waits in enumerate(waiting) if waits)
         return next(found, len(self._order))
 
     def reduce_rest(self) -> None:
@@ -303,56 +303,24 @@ class Reducer:
         due = len(order)
         if self._programmed and len(self._due) < due:
             due = next(place for place, number in enumerate(order) if number not in self._due)
-        if len(current.begun) >= due or not self._brings_gradients():
+        if len(current.begun) >= due or not (current.has_gradients or self.expected.brings_any(current)):
             return
         # A rank that begins a chunk at the limit waits for an earlier chunk. Ranks that wait for a gradient of that
         # earlier chunk would never begin it, because they may need the waiting rank first. It begins without them here.
         forced = due - limit if self._programmed and limit is not None else 0
         while len(current.begun) < due:
             number = order[len(current.begun)]
-            if not current.is_ending and len(current.begun) >= forced and self.awaits(number):
-                break
+            if number not in current.completed and not current.is_ending and len(current.begun) >= forced:
+                # Without a program, a chunk that holds back no complete chunk can wait. In the first pass the order is
+                # a guess, and gradients may still turn out to arrive from nested passes.
+                asks = self._programmed or (
+                    len(current.taken) > len(current.begun) and self._learned.is_agreed and is_in_backward()
+                )
+                if self.expected.awaits(current, number, asks=asks, if_unknown=not self._programmed):
+                    break
             if number not in current.taken:
                 self._take(self._chunks[number])
             self._begin(self._chunks[number])
-
-    def awaits(self, number: int, *, if_nested: bool = False) -> bool:
-        """Return whether the pass may bring a gradient of a chunk that has not arrived yet.
-
-        Args:
-            number: Number of the chunk.
-            if_nested: Result if passes within the pass may bring it, which autograd does not announce, and a program
-                decides when the chunk is due. Default: False.
-        """
-        current, expected = self._pass, self._expected
-        arrived = current.arrived[number]
-        if len(arrived) >= expected.counts[number]:
-            return False
-        if self._programmed:
-            if_unknown = False
-            if if_nested and expected.from_nested_passes:
-                return True
-        else:
-            # A chunk that holds back no complete chunk can wait. In the first pass the order is a guess, and gradients
-            # may still turn out to arrive from nested passes.
-            if_unknown = True
-            holds_back = len(current.taken) > len(current.begun)
-            if not holds_back or expected.from_nested_passes or not self._learned.is_agreed or not is_in_backward():
-                return True
-        members = self._chunks[number].members
-        return any(
-            will_get_gradient(member.parameter, if_unknown=if_unknown)
-            for index, member in enumerate(members)
-            if index not in arrived
-        )
-
-    def _brings_gradients(self) -> bool:
-        """Return whether the current pass brings gradients of parameters, and not only of inputs."""
-        current = self._pass
-        if current.expects_gradients is None:
-            members = (member for chunk in self._chunks for member in chunk.members)
-            current.expects_gradients = any(will_get_gradient(member.parameter) for member in members)
-        return current.expects_gradients or current.has_gradients
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -382,7 +350,7 @@ class Reducer:
         """
         if not self._pass.is_running:
             self._pass.is_running, self._pass.number = True, current_pass()
-            self._expected.begin_pass()
+            self.expected.begin_pass()
             call_at_end_of_backward(self._end)
             for call in () if self._deferring else self.hooks.at_start:
                 call()
@@ -395,7 +363,7 @@ class Reducer:
             number: Number of the chunk.
             index: Index of the member.
         """
-        current, expected, chunk = self._pass, self._expected, self._chunks[number]
+        current, expected, chunk = self._pass, self.expected, self._chunks[number]
         arrived, member = current.arrived[number], chunk.members[index]
         name, gradient = member.names[0], member.parameter.grad
         if gradient is not None and (gradient.layout != torch.strided or gradient.requires_grad):
@@ -432,8 +400,9 @@ class Reducer:
         """Take the gradients of a chunk, and wait before for a reduction whose buffer it can borrow."""
         current, begun = self._pass, len(self._pass.begun)
         is_next = begun < len(self._order) and chunk.number == self._order[begun]
-        if is_next and not self._deferring:
-            self._reductions.make_room()  # a finished reduction returns its buffer, which this chunk can borrow
+        # A finished reduction returns its buffer, which this chunk can borrow.
+        if is_next and not self._deferring and chunk.stage.shards_gradients:
+            self._reductions.make_room()
         self.usage.add(chunk.number, self.gradients[chunk.number].take(self.buffers.gradients))
         current.taken.add(chunk.number)
 
@@ -449,13 +418,12 @@ class Reducer:
         current = self._pass
         reduced = current.has_gradients and not self._deferring
         if reduced:
-            self._expected.end_pass(current.completed)
-            if self._programmed:
-                self._learned.observed = list(self._due)
-            requests = [order.end_pass() for order in self._orders]
+            self.expected.end_pass(current.completed)
             current.is_ending = True
             self.hooks.before_last()
-            self._finish(requests_order=any(requests))
+            if self._programmed:
+                self._learned.observed = list(self._due)
+            self._finish(requests_order=self._source is not None and self._source.end_pass())
         else:
             for number in self._order:
                 if current.arrived[number] and number not in current.taken:
@@ -510,11 +478,11 @@ class Reducer:
         before = self.usage.end_pass(flags, had_all=had_all)
         if before is None:
             return
-        # The flag is equal on all ranks, so all ranks join the all-reduce of `learn_orders`, or no rank does.
-        if before.read()[1]:
-            learn_orders(self._orders, sharers.agreeing, self.usage.device)
-        for order in self._orders:
-            order.is_agreed = True
+        # The flag is equal on all ranks, so all ranks join the all-reduce of `learn`, or no rank does.
+        if self._source is not None:
+            if before.read()[1]:
+                self._source.learn(sharers.agreeing, self.usage.device)
+            self._source.is_agreed = True
 
     def _reduce_late(self) -> None:
         """Reduce the chunks once more of which any rank has received gradients after their reduction had begun."""
