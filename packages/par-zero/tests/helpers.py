@@ -67,7 +67,7 @@ def _watch_predicted(engine, parameters, watch=Engine.watch):
     watch(engine, parameters)
     record = engine._program
     record.chunks, record.predicted = engine._chunks, record.predict()
-    record.is_predicted = engine._steps is None and engine._closer is None
+    record.is_predicted = engine._steps is None and engine._sections is None
 
 
 Engine.watch = _watch_predicted

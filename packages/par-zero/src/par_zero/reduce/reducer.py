@@ -401,7 +401,7 @@ class Reducer:
         current, begun = self._pass, len(self._pass.begun)
         is_next = begun < len(self._order) and chunk.number == self._order[begun]
         # A finished reduction returns its buffer, which this chunk can borrow.
-        if is_next and not self._deferring and chunk.stage.shards_gradients:
+        if is_next and not self._deferring and (self.is_bounded or chunk.stage.shards_gradients):
             self._reductions.make_room()
         self.usage.add(chunk.number, self.gradients[chunk.number].take(self.buffers.gradients))
         current.taken.add(chunk.number)
