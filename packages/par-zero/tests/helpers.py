@@ -59,8 +59,10 @@ def _check_prediction(record, found, peak):
 
 def _events(program):
     """What the model and the loop do in a step."""
-    gathers = Counter(entry for entry in program.entries if entry.op == "gather")
-    return [entry for entry in program.entries if entry.op in ("F", "R", "B", "C", "zero", "S", "E")], gathers
+    gathers = [entry for entry in program.entries if entry.op == "gather"]
+    events = [entry for entry in program.entries if entry.op in ("F", "R", "B", "C", "zero", "S", "E")]
+    # Below stage 3, gradients that have come in another order on another rank show in the order of gathers alone.
+    return events, Counter(gathers) if any(entry.op == "F" for entry in events) else gathers
 
 
 def _watch_predicted(engine, parameters, watch=Engine.watch):
