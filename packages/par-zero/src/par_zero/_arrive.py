@@ -174,7 +174,7 @@ class Arrivals:
         arrivals = {} if has_compiled() else self._arrivals
         updated = {chunk.number: chunk for chunk in chunks}
         handles: list[Handle] = []
-        for chunk in [updated[number] for number in reversed(self._reducer.order) if number in updated]:
+        for chunk in [updated[number] for number in reversed(self._reducer.order.numbers) if number in updated]:
             if self._wait_for_step is None:
                 handle = _gather(chunk)
             else:

@@ -53,7 +53,7 @@ class Executor:
 
     def __init__(self, units: Sequence[Unit], book: Book, agreement: Agreement, reducer: Reducer) -> None:
         self._units, self._book, self._agreement, self._reducer = tuple(units), book, agreement, reducer
-        reducer.expect_last({chunk.number for chunk in units[ROOT].chunks})
+        reducer.order.expect_last({chunk.number for chunk in units[ROOT].chunks})
         self._pass: Pass | None = None
         self._late: set[int] = set()  # units that the program freed while this rank used them
         # Units that return the same tensor begin backward together: the next event must not free the first of them.
@@ -225,14 +225,14 @@ class Executor:
         start = frozenset(unit.number for unit in self._units if unit.chunks and not unit.freed)
         program = self._book.look_up(kind, start)
         self._pass = Pass(kind=kind, start=start, program=program, kept=set(start))
-        self._reducer.follow(() if program is None else chain.from_iterable(program.reductions))
+        self._reducer.order.follow(() if program is None else chain.from_iterable(program.reductions))
         return self._pass
 
     def fail(self) -> None:
         """Execute the rest of the program for the other ranks, because this rank's pass has failed."""
         current = self._pass
         if current is not None and current.program is not None:
-            self._reducer.early = ()
+            self._reducer.order.early = ()
             self._follow(current, current.program.segments, self._reducer.begin_failed)
 
     def _follow(
@@ -255,13 +255,13 @@ class Executor:
         program = current.program
         if program is not None:
             is_last = current.at == len(program.segments)
-            self._reducer.early = None if is_last else program.reductions[current.at]
+            self._reducer.order.early = None if is_last else program.reductions[current.at]
 
     def _depart(self, current: Pass) -> None:
         """Leave the program by rule 2: execute the rest of it for the other ranks, and begin the reductions."""
         if current.program is None:
             return
-        self._reducer.early = ()
+        self._reducer.order.early = ()
         # Without a bound no rank waits for a reduction before its pass ends. An evaluation reduces nothing.
         if current.kind.begins_with != "evaluation" and self._reducer.is_bounded:
             self._follow(current, current.program.segments, self._reducer.begin_empty)

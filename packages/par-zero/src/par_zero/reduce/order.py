@@ -1,6 +1,6 @@
-"""An order that all ranks follow. The ranks learn it from the lowest rank, and learn it again when it changes."""
+"""The order of reductions, from a program or learned from the lowest rank, and learned again when it changes."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Container, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -68,3 +68,77 @@ class LearnedOrder:
         for group in groups:
             all_reduce(ranked, group, dist.ReduceOp.MAX).wait()
         self.numbers = [number - 1 for number in (ranked % self._base).tolist() if number]
+
+
+class ReductionOrder:
+    """The order in which a rank begins the reductions of a pass, and the chunks that are due. Chunks have numbers.
+
+    Args:
+        count: Number of chunks, in the order in which their gradients are expected in the first pass.
+        follows_program: Whether a program gives the order. If not, the ranks learn it.
+
+    Attributes:
+        numbers: All chunks in the order of their reductions in this pass, equal on all ranks.
+        due: Chunks that are due. They stay so until a pass reduces them.
+        early: Chunks that the program reduces next, which may begin before their place. None: all.
+        learned: Order that holds if no program decides.
+        source: Order that the ranks learn from each other; None: they learn none.
+    """
+
+    def __init__(self, count: int, *, follows_program: bool) -> None:
+        self._follows_program = follows_program
+        self.learned = LearnedOrder(range(count))
+        self.source: LearnedOrder | None = None if follows_program else self.learned
+        self.numbers: Sequence[int] = self.learned.numbers
+        self.due: dict[int, None] = {}
+        self.early: Sequence[int] | None = ()
+
+    def learn(self, order: LearnedOrder) -> None:
+        """Let the ranks learn another order instead of the order of reductions, which follows from it: see `arrange`.
+
+        Args:
+            order: Order that the caller observes and follows.
+        """
+        self.source = order
+
+    def arrange(self, numbers: list[int]) -> None:
+        """Set the order from the next pass on.
+
+        Args:
+            numbers: All chunks, in the same order on all ranks.
+        """
+        self.learned.numbers = numbers
+        self.follow(())
+
+    def expect_last(self, numbers: Container[int]) -> None:
+        """Reduce some chunks last if no program decides.
+
+        Args:
+            numbers: Chunks such as those of the root, whose parameters any code may use.
+        """
+        self.learned.numbers.sort(key=numbers.__contains__)
+        self.follow(())
+
+    def follow(self, numbers: Iterable[int]) -> None:
+        """Set the order in the pass that begins.
+
+        Args:
+            numbers: Chunks in the order of a program. All other chunks follow. Empty: no program exists.
+        """
+        first = dict.fromkeys(numbers if self._follows_program else ())
+        self.numbers = [*first, *(number for number in self.learned.numbers if number not in first)]
+        self.due, self.early = {}, ()
+
+    def hold(self, begun: Collection[int]) -> None:
+        """Leave due only the chunks that have begun."""
+        self.due = dict.fromkeys(number for number in self.due if number in begun)
+
+    def count_due(self) -> int:
+        """Return how many chunks are due, from the first in the order."""
+        if len(self.due) >= len(self.numbers):
+            return len(self.numbers)
+        return next(place for place, number in enumerate(self.numbers) if number not in self.due)
+
+    def may_begin_early(self, number: int) -> bool:
+        """Return whether a complete chunk may begin before its place in the program."""
+        return self.early is None or number in self.early

@@ -24,7 +24,7 @@ may need this rank first.
   autograd does not announce. At stage 3 the ranks then reduce the chunk once more when backward has ended.
 """
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -41,7 +41,7 @@ from ..layout.meter import BUFFERS, Meter
 from ..layout.sharers import Sharers
 from .backward import BackwardHooks, BackwardPass, ExpectedGradients, call_on_gradient
 from .in_flight import EmptyReductions, ReductionBuffers, Reductions, is_one_all_reduce, reduction
-from .order import LearnedOrder
+from .order import ReductionOrder
 from .refusals import refuse_another, refuse_arriving, refuse_closed, refuse_given_up, refuse_gradient
 from .usage import GradientUsage
 
@@ -66,8 +66,8 @@ class Reducer:
         gradients: Gradients of the chunks, by number.
         buffers: Buffers that reductions use one after the other.
         usage: Parameters that have gradients for the optimizer.
+        order: Order in which reductions begin, and the chunks that are due.
         arriving: Numbers of the chunks whose parameters are in flight after a step, and were not read yet.
-        early: Numbers of the chunks that the program reduces next, which may begin before their place. None: all.
     """
 
     def __init__(
@@ -85,14 +85,9 @@ class Reducer:
         self._pass = BackwardPass([set() for _ in chunks])
         self.expected = ExpectedGradients(chunks)
         self._programmed = programmed
-        self._learned = LearnedOrder(range(len(chunks)))
         # At stage 3 the order is the program's. Replicas of a shard may follow other programs, so they learn an order.
-        self._follows = programmed and not sharers.beside_gathering
-        self._source: LearnedOrder | None = None if self._follows else self._learned  # the order that the ranks learn
-        self._order = self._learned.numbers  # order in which reductions begin
-        self._due: dict[int, None] = {}  # chunks that are due. They stay so until a pass reduces them.
+        self.order = ReductionOrder(len(chunks), follows_program=programmed and not sharers.beside_gathering)
         self.arriving: set[int] = set()
-        self.early: Sequence[int] | None = ()
         self.hooks = BackwardHooks()
         self.usage = GradientUsage(self.gradients, sharers)
         single = all(chunk.groups.replicas is None and chunk.stage.shards_state for chunk in chunks)
@@ -125,47 +120,6 @@ class Reducer:
             chunk: Chunk.
         """
         return self.gradients[chunk.number].pop_sum()
-
-    @property
-    def order(self) -> Sequence[int]:
-        """Numbers of all chunks in the order of their reductions, equal on all ranks."""
-        return self._order
-
-    def learn(self, order: LearnedOrder) -> None:
-        """Let the ranks learn another order instead of the order of reductions, which follows from it: see `arrange`.
-
-        Args:
-            order: Order that the caller observes and follows.
-        """
-        self._source = order
-
-    def arrange(self, numbers: list[int]) -> None:
-        """Set the order of reductions from the next pass on.
-
-        Args:
-            numbers: Numbers of all chunks, in the same order on all ranks.
-        """
-        self._learned.numbers = numbers
-        self.follow(())
-
-    def expect_last(self, numbers: Container[int]) -> None:
-        """Reduce some chunks last if no program decides.
-
-        Args:
-            numbers: Numbers of the chunks, such as those of the root, whose parameters any code may use.
-        """
-        self._learned.numbers.sort(key=numbers.__contains__)
-        self.follow(())
-
-    def follow(self, numbers: Iterable[int]) -> None:
-        """Set the order of the reductions in the pass that begins.
-
-        Args:
-            numbers: Numbers of chunks in the order of a program. All other chunks follow. Empty: no program exists.
-        """
-        first = dict.fromkeys(numbers if self._follows else ())
-        self._order = [*first, *(number for number in self._learned.numbers if number not in first)]
-        self._due, self.early = {}, ()
 
     @property
     def begun(self) -> int:
@@ -207,7 +161,7 @@ class Reducer:
         self._reductions.abandon()
         self._empty.wait()
         # A later call, such as in `reset`, must not begin them again.
-        current.begun.update(self._order[: int(begun)])
+        current.begun.update(self.order.numbers[: int(begun)])
         current.empty = None
 
     def begin_failed(self, until: int | None) -> None:
@@ -218,13 +172,14 @@ class Reducer:
         """
         # Without a bound, no rank waits for a reduction in backward.
         if self.is_bounded:
-            self._begin_first(len(self._order) if until is None else self._order.index(until) + 1)
+            order = self.order.numbers
+            self._begin_first(len(order) if until is None else order.index(until) + 1)
 
     def _begin_first(self, count: int) -> None:
         """Begin reductions with the gradients that have arrived, until that many of the pass have begun."""
         # If this rank has not begun its backward, the stand-ins are still in place of gradients.
         self.usage.stand_ins.take(None)
-        for number in self._order[self.begun + (self._pass.empty or 0) : count]:
+        for number in self.order.numbers[self.begun + (self._pass.empty or 0) : count]:
             self.gradients[number].take(self.buffers.gradients)
             self._begin(self._chunks[number])
 
@@ -237,7 +192,7 @@ class Reducer:
         Args:
             until: Number of the last chunk to begin, in the order of the pass. None: all chunks.
         """
-        current, order = self._pass, self._order
+        current, order = self._pass, self.order.numbers
         current.empty = current.empty or 0
         count = len(order) if until is None else order.index(until) + 1
         while len(current.begun) + current.empty < count:
@@ -252,7 +207,7 @@ class Reducer:
 
     def hold(self) -> None:
         """Reduce no further chunk until it is due again, because this rank leaves the program."""
-        self._due = dict.fromkeys(number for number in self._due if number in self._pass.begun)
+        self.order.hold(self._pass.begun)
 
     def has_all_gradients(self, chunk: Chunk) -> bool:
         """Return whether all gradients of a chunk have arrived in this pass. An untrained chunk expects no gradients.
@@ -268,7 +223,7 @@ class Reducer:
         Args:
             number: Number of the chunk. If it is due already, nothing changes.
         """
-        self._due[number] = None
+        self.order.due[number] = None
         self.begin()
 
     def reduce_first(self, count: int) -> None:
@@ -277,7 +232,7 @@ class Reducer:
         Args:
             count: Number of chunks.
         """
-        self._due |= dict.fromkeys(self._order[:count])
+        self.order.due |= dict.fromkeys(self.order.numbers[:count])
         self.begin()
 
     def count_ready(self) -> int:
@@ -285,24 +240,22 @@ class Reducer:
         current, expected = self._pass, self.expected
         if self._deferring or not current.is_running or not expected.brings_any(current):
             return 0
-        waiting = (expected.awaits(current, number, asks=True, if_unknown=True) for number in self._order)
+        waiting = (expected.awaits(current, number, asks=True, if_unknown=True) for number in self.order.numbers)
         found = (place for place, waits in enumerate(waiting) if waits)
-        return next(found, len(self._order))
+        return next(found, len(self.order.numbers))
 
     def reduce_rest(self) -> None:
         """Reduce all chunks, because backward has ended."""
         if not self._deferring and self._pass.is_ending:
-            self._due |= dict.fromkeys(self._order)
+            self.order.due |= dict.fromkeys(self.order.numbers)
             self.begin()
 
     def begin(self) -> None:
         """Begin the reductions of all chunks that are next in the order and ready."""
-        current, order, limit = self._pass, self._order, self._reductions.limit
+        current, order, limit = self._pass, self.order.numbers, self._reductions.limit
         if self._deferring or not current.is_running:
             return
-        due = len(order)
-        if self._programmed and len(self._due) < due:
-            due = next(place for place, number in enumerate(order) if number not in self._due)
+        due = self.order.count_due() if self._programmed else len(order)
         if len(current.begun) >= due or not (current.has_gradients or self.expected.brings_any(current)):
             return
         # A rank that begins a chunk at the limit waits for an earlier chunk. Ranks that wait for a gradient of that
@@ -314,7 +267,7 @@ class Reducer:
                 # Without a program, a chunk that holds back no complete chunk can wait. In the first pass the order is
                 # a guess, and gradients may still turn out to arrive from nested passes.
                 asks = self._programmed or (
-                    len(current.taken) > len(current.begun) and self._learned.is_agreed and is_in_backward()
+                    len(current.taken) > len(current.begun) and self.order.learned.is_agreed and is_in_backward()
                 )
                 if self.expected.awaits(current, number, asks=asks, if_unknown=not self._programmed):
                     break
@@ -340,7 +293,7 @@ class Reducer:
         self.begin_all(self._resets)
         self.usage.forget(self._chunks)
         self._forget_pass()
-        self.follow(())
+        self.order.follow(())
 
     def start(self, *_: torch.Tensor, arrived: torch.Tensor | None = None) -> None:
         """Begin a backward pass, unless a pass is in progress. Passes within it, of checkpointing, belong to it.
@@ -387,19 +340,20 @@ class Reducer:
         if len(arrived) >= expected.counts[number]:
             current.completed.add(number)
             if not self._programmed:
-                self._learned.observed.append(number)
+                self.order.learned.observed.append(number)
             # With a bound the buffer of an earlier reduction is reused, and only a program may wait for that one.
             if not (self._programmed and self.is_bounded):
                 self._take(chunk)
             if not self._programmed:
                 self.begin()
-            elif not self._deferring and (self.early is None or number in self.early):
+            elif not self._deferring and self.order.may_begin_early(number):
                 self.reduce(number)
 
     def _take(self, chunk: Chunk) -> None:
         """Take the gradients of a chunk, and wait before for a reduction whose buffer it can borrow."""
         current, begun = self._pass, len(self._pass.begun)
-        is_next = begun < len(self._order) and chunk.number == self._order[begun]
+        order = self.order.numbers
+        is_next = begun < len(order) and chunk.number == order[begun]
         # A finished reduction returns its buffer, which this chunk can borrow.
         if is_next and not self._deferring and (self.is_bounded or chunk.stage.shards_gradients):
             self._reductions.make_room()
@@ -422,10 +376,11 @@ class Reducer:
             current.is_ending = True
             self.hooks.before_last()
             if self._programmed:
-                self._learned.observed = list(self._due)
-            self._finish(requests_order=self._source is not None and self._source.end_pass())
+                self.order.learned.observed = list(self.order.due)
+            source = self.order.source
+            self._finish(requests_order=source is not None and source.end_pass())
         else:
-            for number in self._order:
+            for number in self.order.numbers:
                 if current.arrived[number] and number not in current.taken:
                     self._take(self._chunks[number])
         self._meter.note("release")
@@ -437,7 +392,7 @@ class Reducer:
             self.usage.bind(number)
         self._forget_pass()
         if reduced:
-            self.follow(())
+            self.order.follow(())
         for call in self.hooks.at_end:
             call(reduced=reduced)
 
@@ -454,7 +409,7 @@ class Reducer:
         if self.hooks.compare is None:
             self.reduce_rest()
         # Chunks that follow no program are taken below, and their gradients count already.
-        for number in self._order if len(current.taken) < len(self._chunks) else ():
+        for number in self.order.numbers if len(current.taken) < len(self._chunks) else ():
             if number not in current.taken:
                 arrived = current.arrived[number]
                 self.usage.add(number, [int(i in arrived) for i in range(len(self._chunks[number].members))])
@@ -479,10 +434,11 @@ class Reducer:
         if before is None:
             return
         # The flag is equal on all ranks, so all ranks join the all-reduce of `learn`, or no rank does.
-        if self._source is not None:
+        source = self.order.source
+        if source is not None:
             if before.read()[1]:
-                self._source.learn(sharers.agreeing, self.usage.device)
-            self._source.is_agreed = True
+                source.learn(sharers.agreeing, self.usage.device)
+            source.is_agreed = True
 
     def _reduce_late(self) -> None:
         """Reduce the chunks once more of which any rank has received gradients after their reduction had begun."""
@@ -496,4 +452,4 @@ class Reducer:
 
     def _forget_pass(self) -> None:
         self._pass = BackwardPass([set() for _ in self._chunks])
-        self._learned.observed.clear()
+        self.order.learned.observed.clear()

@@ -48,7 +48,7 @@ class SectionProgram:
         self._in_backward = False
         # Calls without a graph in such a forward, which reentrant checkpoints recompute in backward, by section.
         self._unrecorded = [0] * len(modules)
-        reducer.learn(self._order)
+        reducer.order.learn(self._order)
         reducer.hooks.at_end.append(self._end_pass)
         self._arrange()
         root.register_forward_pre_hook(torch.compiler.disable(self._enter))
@@ -104,11 +104,11 @@ class SectionProgram:
                 if 0 not in owners and place < len(self._due):
                     self._due[place].append(number)
             placed = [number for due in self._due for number in due]
-            self._reducer.arrange([*placed, *(n for n in range(len(self._chunks)) if n not in placed)])
+            self._reducer.order.arrange([*placed, *(n for n in range(len(self._chunks)) if n not in placed)])
 
     def _end_pass(self, *, reduced: bool = False) -> None:  # noqa: ARG002 - the reducer passes it
         self._at, self._in_backward = 0, False
         self._order.observed.clear()
         self._reducer.expected.recomputed = ()
         self._arrange()
-        self._reducer.follow(())  # a pass without reductions leaves no chunk due
+        self._reducer.order.follow(())  # a pass without reductions leaves no chunk due
