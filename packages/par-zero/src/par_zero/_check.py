@@ -179,7 +179,12 @@ def _check_link(offload: Offload, groups: Sequence[ParamGroup], device: torch.de
     if offload.auto or set(offload.budgets) - {"device"}:
         raise ValueError(
             f"budget={offload.budget!r}: the parameters are on {str(device)!r}, where only the device has a budget, "
-            "and no tier is 'auto'; pass a part of the optimizer, such as optimizer=0.5, or remove budget"
+            "and no tier is 'auto'; pass a part of the optimizer, such as optimizer=0.5, and remove budget"
+        )
+    if offload.budgets and "optimizer" in offload.offloaded:
+        raise ValueError(
+            f"budget={offload.budget!r}: the parameters are on {str(device)!r}, and the budget would count gradients "
+            f"there that follow optimizer={offload.optimizer!r} to the host; remove budget, or remove optimizer"
         )
     for name in ("parameters", "gradients"):
         if name in offload.offloaded:

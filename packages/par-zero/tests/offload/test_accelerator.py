@@ -140,6 +140,29 @@ def test_error_of_the_thread_is_raised_by_the_next_step(monkeypatch):
         step()
 
 
+@pytest.mark.ranks(2, backend="strict", accelerator=Accelerator())
+def test_error_of_one_ranks_thread_is_raised_on_all_ranks(monkeypatch):
+    module = Blocks().to("strict")
+    optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+    shard(module, optimizer, stage=2, group=dist.group.WORLD, offload=HOST)
+
+    def update_(*_):
+        raise MemoryError("the host is full")
+
+    def step():
+        module(torch.ones(4, 32, device="strict")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with monkeypatch.context() as patch:
+        if dist.get_rank() == 0:
+            patch.setattr(OffloadedStep, "update_", update_)
+        step()
+        with pytest.raises(MemoryError if dist.get_rank() == 0 else OSError, match="the host is full"):
+            step()
+
+
 @for_each(stage=STAGES, precision=(BF16, storm(WIDER_SUMS)), offload=(HOST, HALF))
 @on_device
 def test_masters_on_host_change_no_number(stage, precision, offload):
@@ -158,6 +181,48 @@ def test_microbatches_are_added_on_the_device(stage, sync, offload):
 @on_device
 def test_clipping_reads_gradients_on_the_host(stage, offload):
     assert_same(trained(stage, Offload(**offload), limit=0.01), trained(stage, limit=0.01))
+
+
+def trained_mixed(stage, precision, offload=None):
+    """Losses, norms and parameters after steps of a mixed optimizer that clips, the second of which is skipped."""
+    mixed = pytest.importorskip("par_precision").mixed
+    torch.manual_seed(0)
+    module = Blocks().to("strict")
+    optimizer = MAKERS["fused"](module.parameters())
+    group = dist.group.WORLD
+    how = {"offload": offload, "overlap": {"bucket": 9_000}}
+    if precision != "fp32":
+        how["precision"] = {"param_dtype": torch.float16}
+    shard(module, optimizer, stage=stage, group=group, **how)
+    module, optimizer = mixed(module, optimizer, precision, group=group, clip_norm=0.01)
+    totals = optimizer.sums.totals
+    # Pieces are summed in another order, which the last bits of the norm show.
+    optimizer.sums.totals = lambda *args: totals(*args).float().double()
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    batches = [torch.randn(4, 32, generator=draw).to("strict") for _ in range(4)]
+    factors = [torch.tensor(float("inf") if step == 1 else 1.0).to("strict") for step in range(4)]
+    found, steps = {}, []
+    for batch, factor in zip(batches, factors, strict=True):
+        loss = module(batch).float().square().mean() * factor
+        optimizer.backward(loss)
+        steps.append(optimizer.step())
+        optimizer.zero_grad()
+    for number, step in enumerate(steps):
+        assert bool(step.skipped) == (number == 1)
+        found[f"norm {number}"] = step.grad_norm.cpu().nan_to_num()
+    with summon(module):
+        found |= {name: parameter.detach().cpu() for name, parameter in module.named_parameters()}
+    return found
+
+
+@for_each(
+    stage=(0, storm(1), 2, 3),
+    precision=("fp32", "fp16"),
+    offload=(HOST, HALF, storm(NOT_LATE)),
+)
+@on_device
+def test_mixed_optimizer_clips_and_skips_on_the_host(stage, precision, offload):
+    assert_same(trained_mixed(stage, precision, Offload(**offload)), trained_mixed(stage, precision))
 
 
 @pytest.mark.ranks(1, backend="strict", accelerator=Accelerator())
@@ -214,7 +279,9 @@ def test_unsupported_tiers_raise_errors_with_a_fix():
         sharded(parameters="host")
     with pytest.raises(ValueError, match="remove gradients, and pass optimizer='host'"):
         sharded(gradients="host")
-    with pytest.raises(ValueError, match=r"such as optimizer=0\.5, or remove budget"):
+    with pytest.raises(ValueError, match=r"such as optimizer=0\.5, and remove budget"):
         sharded(optimizer="auto", budget={"device": "1GB", "host": "1GB"})
+    with pytest.raises(ValueError, match="remove budget, or remove optimizer"):
+        sharded(optimizer="host", budget={"device": "1GB"})
     with pytest.raises(ValueError, match="set capturable=False, or remove offload"):
         sharded(optimizer="host", capturable=True)

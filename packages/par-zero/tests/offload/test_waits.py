@@ -106,6 +106,10 @@ def write_after_a_step(module, optimizer):
             tensor.mul_(1.01)
 
 
+def divide_gradients(_, optimizer):
+    optimizer.grad_scale = optimizer.param_groups[0]["lr"] * torch.ones((), device="strict") + 1
+
+
 RUNS = {
     "stage 2": {},
     "stage 3": {"stage": 3},
@@ -116,6 +120,7 @@ RUNS = {
     "reads of parameters": {"between": read_parameters},
     "reads of gradients": {"between": read_gradients},
     "two steps by one gradient": {"between": step_once_more},
+    "a scale on the device": {"between": divide_gradients},
     "writes": {"between": write_after_a_step},
     "reads of memory": {"make": lambda parameters: RawSGD(parameters, lr=1e-2)},
 }

@@ -32,7 +32,7 @@ class GradientStore(Protocol):
         """Add the gradients that the optimizer holds of a chunk to this rank's shard of the sum."""
 
     def write(self, chunk: Chunk, total: torch.Tensor) -> None:
-        """Begin to write this rank's shard of a chunk's sum. `total` may be reused on return."""
+        """Begin to write this rank's shard of a chunk's sum. `total` may be reused after `bind`, or earlier."""
 
     def bind(self, chunk: Chunk) -> bool:
         """Show the optimizer its gradients, when they are written. Return whether it can keep later ones, too."""
@@ -46,7 +46,7 @@ class ChunkGradients:
 
     Attributes:
         chunk: Chunk.
-            buffer: (size) This rank's gradients, from the first of a pass on. If gradients are sharded, their reduction
+        buffer: (size) This rank's gradients, from the first of a pass on. If gradients are sharded, their reduction
             returns it to its pool; otherwise the chunk keeps it.
         store: Store of the reduced gradients; None: memory.
     """

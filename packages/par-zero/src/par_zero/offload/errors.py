@@ -71,7 +71,9 @@ class DiskErrors:
             raise self._stopped
 
     def raise_together(self, *groups: dist.ProcessGroup) -> None:
-        """Raise on all ranks if the disk of any rank has failed. Collective: an all-reduce of two int32 per group.
+        """Raise on all ranks if any rank has failed. Collective: an all-reduce of two int32 per group.
+
+        Without any group, only this rank's own error is raised, and nothing is waited for.
 
         Args:
             groups: Process groups whose ranks take part. Default: all groups.
@@ -81,10 +83,13 @@ class DiskErrors:
         """
         groups = groups or self._groups
         # Two numbers tell whether anything failed. Only then `agree` exchanges texts, which costs more messages.
-        failed = torch.tensor([self._error is not None, self._is_lost], dtype=torch.int32, device=self._device)
-        for group in groups:
-            all_reduce(failed, group, dist.ReduceOp.MAX).wait()
-        if not failed.any():
+        failed = [int(self._error is not None), int(self._is_lost)]
+        if groups:
+            flags = torch.tensor(failed, dtype=torch.int32, device=self._device)
+            for group in groups:
+                all_reduce(flags, group, dist.ReduceOp.MAX).wait()
+            failed = flags.tolist()
+        if not any(failed):
             return
         error, self._error, self._stopped = self._error, None, None
         self._is_lost = False

@@ -7,10 +7,12 @@ step       a thread waits for the copy of each piece, updates it, and copies its
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from threading import Lock
 
 import torch
 from torch import nn
 
+from .._torch_private import without_torch_functions
 from ..layout.chunk import Chunk
 from .link import DeviceLink, GradientInFlight, PinnedSlabs
 from .piece import DiskPiece
@@ -119,11 +121,17 @@ def _in_flight(place: torch.Tensor, tensor: nn.Parameter, event: torch.Event) ->
     same = place.dtype == tensor.dtype
     gradient = place.detach() if same else torch.empty_like(place, dtype=tensor.dtype, pin_memory=False)
 
+    lock = Lock()  # the program and the step thread may both be the first to use the gradient
+
     def arrive() -> None:
-        event.synchronize()
-        gradient.__class__ = torch.Tensor
-        if not same:
-            gradient.copy_(place)
+        with lock:
+            if gradient.__class__ is torch.Tensor:
+                return
+            event.synchronize()
+            if not same:
+                with without_torch_functions(), torch.no_grad():
+                    gradient.copy_(place)
+            gradient.__class__ = torch.Tensor  # last, because others may use the values from here on
 
     gradient.__class__ = GradientInFlight
     gradient.arrive = arrive  # type: ignore[attr-defined]

@@ -14,6 +14,9 @@ a stream of its own, and events order all accesses:
   `step`. A unit may be computed after the copy of its parameters. The host may write the source after the copy.
 
 `record_stream` is not used: how long it holds memory depends on how far the host is ahead of the device.
+
+`HostCopy` of par_groups moves a tensor out and back unchanged, and allocates both ends anew. Here the places are fixed
+for all steps, the host updates values between the two directions, and what is copied in is rounded.
 """
 
 from collections import deque
@@ -163,6 +166,33 @@ class DeviceLink(MemoryLink):
 
     def _current(self) -> torch.Stream:
         return torch.accelerator.current_stream(self._device)
+
+
+class HostReads:
+    """Copies of an optimizer's own tensors to the host, such as a gradient scale that was computed on the device."""
+
+    def __init__(self) -> None:
+        self._event: torch.Event | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether any tensor came from a device."""
+        return self._event is not None
+
+    def begin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Begin to copy a tensor to the host's memory, and return the copy, which is not to be used before `wait`."""
+        if tensor.is_cpu:
+            return tensor.clone()
+        copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        # A few bytes, on the stream that computes: it may write the tensor's memory at once, as after the step.
+        copy.copy_(tensor, non_blocking=True)
+        self._event = torch.accelerator.current_stream(tensor.device).record_event()
+        return copy
+
+    def wait(self) -> None:
+        """Let the host wait for the copies."""
+        if self._event is not None:
+            self._event.synchronize()
 
 
 def link_of(device: torch.device, depth: int) -> MemoryLink:

@@ -1,4 +1,4 @@
-"""Optimizer steps whose state, parameters or gradients are on a disk.
+"""Optimizer steps whose state, parameters or gradients are on a disk, or on the host of an accelerator.
 
 A step calls `fetch`, updates and calls `evict` for one piece after the other (`_step_pieces`). Prefetching starts with
 backward, and the last writes end in the next forward. With a thread, the whole loop runs during the next forward.
@@ -22,7 +22,7 @@ from ..optimizer.clone import TensorStepper
 from .errors import DiskErrors
 from .gradients import DiskGradients
 from .host_gradients import HostGradients
-from .link import DeviceLink, link_of
+from .link import DeviceLink, HostReads, link_of
 from .piece import DiskPiece, make_piece
 from .plan import OffloadPlan
 from .runner import StepRunner
@@ -58,11 +58,13 @@ class OffloadedStep:
         stepper: Steps one tensor as the optimizer would.
         splitter: Splits slices whose parameters have different step counts.
         order: Values of each piece that has a gradient, in the order of the step.
+        reads: Copies to the host of tensors that the stepper uses.
     """
 
     stepper: TensorStepper
     splitter: SliceSplitter
     order: Mapping[DiskPiece, PieceValues]
+    reads: HostReads
 
     def update_(self, piece: DiskPiece, fetched: PieceValues) -> None:
         """Update a piece that is in memory."""
@@ -120,7 +122,7 @@ class DiskTier:
         plan: Tiers of the chunks, and the file.
         chunks: The chunks, in backward order.
         optimizers: All optimizers, which methods name by number.
-        groups: Process groups whose ranks raise disk errors together.
+        groups: Process groups whose ranks raise errors of disks and step threads together.
         device: Device of the all-reduces over these groups.
     """
 
@@ -135,8 +137,11 @@ class DiskTier:
         # Without a file, no piece, shard or gradient is on a disk, so nothing reads or writes it.
         disk = cast("Disk", plan.disk)
         self._disk, self._depth = disk, plan.depth
-        # Ranks raise errors of disks together. The host's memory fails in calls that raise by themselves.
-        self.errors = DiskErrors(plan.folder, groups if plan.disk is not None else (), device)
+        # Ranks raise errors of disks and of step threads together. Flags of groups without a CPU backend are on the
+        # device, and each step would wait for them. So if such groups use no disk, a rank's thread raises on this rank
+        # only. An error of a step that is not late is raised by the program's own call.
+        raises_together = plan.disk is not None or (plan.late and device.type == "cpu")
+        self.errors = DiskErrors(plan.folder, groups if raises_together else (), device)
         self._link = link_of(chunks[0].flat.device, plan.depth)
         self.runner = StepRunner(late=plan.late)
         starts = {chunk: start for chunk, start in zip(chunks, plan.shard_starts, strict=True) if start is not None}
@@ -297,15 +302,16 @@ class DiskTier:
         own = self._optimizers[owner]
         optimizer = own.optimizer
         self.shards.drop_reads()
-        found_inf = getattr(optimizer, "found_inf", None)  # torch's GradScaler sets it for fused kernels that skip
         gradients = {piece: piece.tensor.grad for piece in own.pieces if piece.tensor.grad is not None}
         own.hidden += [(piece.tensor, gradient) for piece, gradient in gradients.items()]
-        if found_inf is None or not float(found_inf):
+        reads = HostReads()
+        stepper = TensorStepper(optimizer, reads.begin)
+        if reads.has_begun or not stepper.is_skipped:  # if copies are under way, the step finds out itself
             order = {
                 piece: PieceValues(state=optimizer.state[piece.tensor], gradient=gradient)
                 for piece, gradient in gradients.items()
             }
-            own.step = OffloadedStep(stepper=TensorStepper(optimizer), splitter=splitter, order=order)
+            own.step = OffloadedStep(stepper=stepper, splitter=splitter, order=order, reads=reads)
             self._stepped.append(own)
             if not self.runner.is_late:
                 self._run(own, own.step)
@@ -334,6 +340,9 @@ class DiskTier:
 
         def step_all() -> None:
             try:
+                step.reads.wait()
+                if step.stepper.is_skipped:
+                    return
                 # Afterwards all state shows the file, so versions tell whether prefetched state is up to date.
                 self._swapper.finish_writes()
                 for piece, values in step.order.items():

@@ -1,6 +1,7 @@
 """Clones of an optimizer for other tensors, and steps of one tensor at a time by such clones."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -40,21 +41,32 @@ class TensorStepper:
 
     Args:
         optimizer: The optimizer, which is about to step. Later changes of its settings have no effect.
+        copy: Copies each tensor that is no state of a single tensor, to the memory that is stepped. Copies are read
+            from the first `step` on. Default: a clone.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> None:
+        def own(value: Any) -> Any:
+            return copy(value) if isinstance(value, torch.Tensor) else value
+
         self._optimizer = optimizer
         self._step = bare_step(optimizer)
         # State under a key that is no tensor belongs to all tensors, such as a common step count.
-        self._shared = {key: _own(value) for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+        self._shared = {key: own(value) for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
         self._settings = [
-            {key: _own(value) for key, value in group.items() if key not in ("params", "param_names")}
+            {key: own(value) for key, value in group.items() if key not in ("params", "param_names")}
             for group in optimizer.param_groups
         ]
         self._model = clone_of(optimizer, {})
-        vars(self._model).update({key: _own(value) for key, value in vars(self._model).items()})
+        vars(self._model).update({key: own(value) for key, value in vars(self._model).items()})
         # By param group, values before and after a step. The optimizer counts a step once, but each clone counts too.
         self._changes: dict[int, dict[_SettingPlace, tuple[Any, Any]]] = {}
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether the step is to change nothing: torch's GradScaler sets `found_inf` for fused kernels that skip."""
+        found_inf = vars(self._model).get("found_inf")
+        return found_inf is not None and bool(found_inf)
 
     def step(self, tensor: nn.Parameter, number: int, state: dict[str, Any]) -> None:
         """Run the optimizer's step for one tensor.
@@ -86,7 +98,7 @@ class TensorStepper:
             if place not in changes or place not in known or _differ(changes[place][1], known[place][1]):
                 raise RuntimeError(
                     f"the {type(self._optimizer).__name__} sets {place[2]!r} in a step by what it steps, and with "
-                    "state on a disk its tensors are stepped one by one; leave offload out"
+                    "state offloaded its tensors are stepped one by one; leave offload out"
                 )
 
     def _changes_by(self, clone: Optimizer, number: int) -> list[tuple[_SettingPlace, tuple[Any, Any]]]:
@@ -109,14 +121,21 @@ class TensorStepper:
                 places: Any = vars(self._optimizer) if kind == "attribute" else self._optimizer.state
                 if kind == "setting":
                     places = self._optimizer.param_groups[number]
+                value = places.get(key)
+                device = value.device if isinstance(value, torch.Tensor) else None
                 # The optimizer's own step may have stepped other tensors and made the same change already.
-                if not _differ(places.get(key), before):
-                    places[key] = after
+                if not _differ(value, _on(device, before)):
+                    places[key] = _on(device, after)
 
 
 def _own(value: Any) -> Any:
     """Return a value that a step may change in place."""
     return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _on(device: torch.device | None, value: Any) -> Any:
+    """Return a value on a device if it is a tensor. None: as it is."""
+    return value.to(device) if device is not None and isinstance(value, torch.Tensor) else value
 
 
 def _differ(one: Any, other: Any) -> bool:

@@ -258,7 +258,7 @@ class Executor:
             self._reducer.order.early = None if is_last else program.reductions[current.at]
 
     def _depart(self, current: Pass) -> None:
-        """Leave the program by rule 2: execute the rest of it for the other ranks, and begin the reductions."""
+        """Leave the program by rule 3: execute the rest of it for the other ranks, and begin the reductions."""
         if current.program is None:
             return
         self._reducer.order.early = ()

@@ -30,7 +30,7 @@ def count(
         optimizers: Optimizers of the module's parameters.
         chunks: All chunks of the module.
         gradients: Memory of gradients and of their reductions, as tuples of kind, tensor and tier.
-        disk_tier: Data on a disk. None: no data is on a disk.
+        disk_tier: Data that is stepped piece by piece. None: there is none.
         meter: Meter that has counted allocated and freed memory during the step.
     """
     now = {tier: dict.fromkeys(KINDS, 0) for tier in TIERS}
