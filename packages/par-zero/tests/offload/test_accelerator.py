@@ -155,6 +155,7 @@ def test_error_of_one_ranks_thread_is_raised_on_all_ranks(monkeypatch):
         optimizer.zero_grad()
 
     step()
+    optimizer.state_dict()  # waits for the thread
     with monkeypatch.context() as patch:
         if dist.get_rank() == 0:
             patch.setattr(OffloadedStep, "update_", update_)
