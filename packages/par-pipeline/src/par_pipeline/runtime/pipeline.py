@@ -389,11 +389,12 @@ class Pipeline:
             # Only the first output shows how many rows a microbatch has if neither inputs nor target are on this rank.
             # The run compares the outputs then, because equal weights were assumed.
             run.has_blind_shares = run.training and self._weight is None and not any(run.feed.rows)
-            count, group = (None, None) if self._weight is None else (self._weight.of, self._weight.group)
-            device = torch.device("cpu") if group is None else _device_of(group)
-            run.shares = shares(run.feed, count, group, device)
             if self._weight is not None and not self._weight.normalize:
                 run.shares = [float(self._weight.of(target)) for target in run.feed.targets]
+            else:
+                count, group = (None, None) if self._weight is None else (self._weight.of, self._weight.group)
+                device = torch.device("cpu") if group is None else _device_of(group)
+                run.shares = shares(run.feed, count, group, device)
         run.execute()
         if run.training:
             self._recorded = run.recorded

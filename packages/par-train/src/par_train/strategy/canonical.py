@@ -77,8 +77,9 @@ class GridPlugin(Plugin):
         _check(model, strategy)
         lanes = strategy.options.lanes
         assert lanes is not None  # noqa: S101 - the options have been checked
-        self._lanes = lanes // strategy.groups.size(strategy.data_axes)
-        self.sums = ExactSums(losses=lanes, replicas=strategy.groups.size(strategy.data_axes))
+        replicas = strategy.groups.size(strategy.data_axes)
+        self._lanes = lanes // replicas
+        self.sums = ExactSums(losses=lanes, replicas=replicas)
         self.sums.attach(model)
         return model
 
@@ -152,8 +153,6 @@ class LaneExecution(Execution):
         return batch
 
     def _weigh(self, target: Any) -> float:
-        if len(self._weights) == self.pipeline.schedule.microbatches:
-            self._weights = []
         self._weights.append(float(rows_of(target) or 1))
         if self._weights[-1] != self._weights[0]:
             raise ValueError(
