@@ -131,9 +131,8 @@ class HostCopies:
 
 def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on a device. The host does not wait for a copy to an accelerator."""
-    if not tensor.is_cpu or device.type == "cpu":
-        return tensor.to(device)
-    if not torch.accelerator.is_available():  # a device without memory, as of a plan on fake tensors
+    # Without an accelerator the device has no memory, as that of a plan on fake tensors.
+    if not tensor.is_cpu or device.type == "cpu" or not torch.accelerator.is_available():
         return tensor.to(device)
     # Out of memory that is not pinned, the driver would copy while the host waits.
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,6 +1,6 @@
 """Gradients rounded to multiples of 2**-50, whose fp64 sums are exact while they stay below 8."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -53,10 +53,9 @@ class GridHooks:
         return hook
 
     @property
-    def excess(self) -> Mapping[str, float]:
-        """The parameters with an element in this step that is too large for exact sums, and that element."""
-        found = {name: float(value) for name, value in self._largest.items()}
-        return {name: value for name, value in found.items() if self._limit <= value < torch.inf}
+    def excess(self) -> list[str]:
+        """The names of parameters with an element in this step that is too large for exact sums."""
+        return [name for name, value in self._largest.items() if self._limit <= float(value) < torch.inf]
 
     def largest(self, device: torch.device) -> Tensor:
         """Return the largest element of the step's gradients divided by the limit, an fp64 scalar: below 1 is exact."""

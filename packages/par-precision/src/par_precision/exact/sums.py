@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from par_groups import agree
+
 from .._sums import StepSums
 from ..norm.sums import largest
 from ..scale.loss_weights import LossWeights
@@ -143,15 +145,11 @@ class ExactSums(StepSums):
         return others
 
     def _raise(self, excess: float, group: dist.ProcessGroup | None) -> None:
-        found = [hooks.excess for hooks in self._hooks]
-        here = {name: value for each in found for name, value in each.items()}
+        here = [name for hooks in self._hooks for name in hooks.excess]
         for hooks in self._hooks:
             hooks.forget()
-        everywhere: list[dict[str, float]] = [here]
-        if group is not None and dist.get_world_size(group) > 1:
-            everywhere = [{} for _ in range(dist.get_world_size(group))]
-            dist.all_gather_object(everywhere, here, group=group)
-        names = sorted({name for each in everywhere for name in each})
+        everywhere = agree(None, here, *(() if group is None else (group,)))
+        names = sorted({name for each in everywhere.values() for name in each})
         raise ValueError(
             f"gradients of {', '.join(names[:3])}: an element is {excess:.3g} times as large as exact sums of "
             f"{self._losses} losses allow; use a smaller loss, fewer losses a step, or ordinary numerics"
