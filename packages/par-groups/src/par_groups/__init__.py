@@ -19,6 +19,7 @@ from .sharding.sharding import Box, Sharding, cut, part_of, set_sharding, whole
 from .topology.axes import averaged_axes, data_axes, replica_axes, splits_sequence
 from .topology.channels import Channels
 from .topology.experts import EXPERTS
+from .topology.lanes import Lanes, tree
 from .topology.modes import Split, register_mode
 from .topology.topology import Axes, Topology
 
@@ -89,6 +90,7 @@ __all__ = [
     "HostCopies",
     "HostCopy",
     "JointOptimizer",
+    "Lanes",
     "Launch",
     "Operation",
     "ProcessGroups",
@@ -157,6 +159,7 @@ __all__ = [
     "sync_to_disk",
     "to_dtensor",
     "together",
+    "tree",
     "watch_weight_",
     "weight_and_hook",
     "whole",

@@ -1,0 +1,86 @@
+"""Lanes: the numbers of parts into which every topology divides a step, so that its bits are the same on each."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Protocol, Self, TypeVar
+
+from .axes import data_axes
+from .topology import Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lanes:
+    """Numbers of parts of each kind of sum in a training step.
+
+    Ranks divide the parts, never the arithmetic inside a part. Each part is thus computed in the same shapes on every
+    topology, and only sums of parts remain.
+
+    Args:
+        data: Number of microbatches of a step, over all data ranks.
+        tensor: Number of blocks of each sharded weight, over all tensor ranks; 1 for weights that no rank shards.
+        sequence: Number of chunks of each sequence, over all ranks that split it; 1 for sequences that no rank splits.
+
+    Raises:
+        ValueError: A number is not a positive integer.
+    """
+
+    data: int
+    tensor: int = 1
+    sequence: int = 1
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            number = getattr(self, each.name)
+            if type(number) is not int or number < 1:
+                raise ValueError(f"lanes: {each.name}={number!r} must be a positive integer, such as 8")
+
+    def check(self, topology: Topology) -> None:
+        """Check that the ranks of a topology divide the lanes.
+
+        Args:
+            topology: A topology of `Topology.from_config`, or another one with an axis "data".
+
+        Raises:
+            ValueError: A number of ranks does not divide its lanes, or leaves a tensor rank no power of two of them.
+        """
+        replicas = topology.size(data_axes(topology))
+        if self.data % replicas:
+            raise ValueError(
+                f"lanes={self.data}: they do not divide among {replicas} data ranks; pass a multiple of {replicas}"
+            )
+        ranks = topology.size("tensor") if "tensor" in (*topology.axes, *topology.products) else 1
+        each, rest = divmod(self.tensor, ranks)
+        # The sums over tensor lanes form a binary tree. A rank can compute its part of the tree only if its lanes are
+        # the leaves of one subtree.
+        if rest or (ranks > 1 and each & (each - 1)):
+            raise ValueError(
+                f"lanes: tensor={self.tensor} must be a power of two times the {ranks} tensor ranks; pass "
+                f"lanes=dict(data={self.data}, tensor={ranks}), or a larger one, to all runs that you compare"
+            )
+
+
+class Addable(Protocol):
+    """A number or a tensor."""
+
+    def __add__(self, other: Self, /) -> Self:
+        """Return the sum."""
+        ...
+
+
+A = TypeVar("A", bound=Addable)
+
+
+def tree(parts: Sequence[A]) -> A:
+    """Add parts in a fixed binary tree: neighbours first, then neighbouring sums.
+
+    Ranks that each hold adjacent leaves of one subtree add them first, and then add their sums by the same function.
+    The result then has the same bits as on one rank.
+
+    Args:
+        parts: At least one number or tensor.
+    """
+    sums = list(parts)
+    while len(sums) > 1:
+        pairs = [first + second for first, second in zip(sums[::2], sums[1::2], strict=False)]
+        sums = pairs if len(sums) % 2 == 0 else [*pairs, sums[-1]]
+    return sums[0]
