@@ -11,8 +11,9 @@ DOCS = Path(__file__).parent.parent / "docs"
 # Modules that a tensor passes through, and modules that have a part in the call at all.
 MOST = {
     # Of these: turns of threads, the roll of ranks, what is no tensor, quantised weights, the rotation over ranks.
-    "save": (12, 48),
-    "load": (11, 49),  # one declares the attributes that packages set on tensors, one removes the names of wrappers
+    # Who holds which box is told in par-groups, so that others can move state by it too.
+    "save": (12, 49),
+    "load": (11, 50),  # one declares the attributes that packages set on tensors, one removes the names of wrappers
     # Six of them reduce: the reducer, a pass, its order, its gradients and their use; one records the program.
     "zero-step": (23, 23),
     "pipeline-step": (17, 17),

@@ -37,8 +37,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import par_checkpoint
-from par_checkpoint.format.bytes import bytes_of
 from par_checkpoint.storage.local import LocalWriter
+from par_groups import bytes_of
 
 RUNS, WARM_UPS, SELDOM = 10, 1, 2  # turns; those that do not count; every which one is for the slow ones, too
 THREADS, CHUNK = 2, 4 << 20

@@ -32,11 +32,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import par_checkpoint
-from par_checkpoint.format.bytes import bytes_of
 from par_checkpoint.storage.files import IN_FLIGHT
 from par_checkpoint.storage.objects.s3 import PART, S3Store, UploadParts
 from par_checkpoint.storage.remote import RemoteFolder
-from par_groups import Box, Sharding
+from par_groups import Box, Sharding, bytes_of
 
 TENSORS, SHAPE = 8, (2048, 2048)  # 16 MiB each
 TOTAL = TENSORS * SHAPE[0] * SHAPE[1] * 4

@@ -19,16 +19,15 @@ from _table import write
 
 from par_checkpoint.format.crc import Crc, decode_crcs, encode_crcs
 from par_checkpoint.format.manifest import FileRecord, Manifest, encode_manifest
-from par_checkpoint.plan.claims import Claims, GlobalTensor, Tensors
 from par_checkpoint.plan.coverage import check_covered
 from par_checkpoint.plan.files import File, data_areas, join_crcs, lay_out
-from par_checkpoint.plan.merging import merge
 from par_checkpoint.plan.plan import BlockPlanner
 from par_checkpoint.plan.tasks import AssignedRun, RankPlan
 from par_checkpoint.transfer.exchange import claims_of_all, words_of
 from par_checkpoint.transfer.ranks import Ranks, _halves
 from par_checkpoint.transfer.sessions import Session
-from par_groups import cut, whole
+from par_groups import Claims, GlobalTensor, cut, merge_claims, whole
+from par_groups.sharding.held import Tensors
 
 RANKS, HOST = 4096, 8
 MEASURED = (0, 1, 2047, 4095)
@@ -280,7 +279,7 @@ def measure(messages: list[list[bytes]], name: str, rank: int) -> dict[str, floa
         key = saving, tuple(words_of(claims, rank))
 
         def make() -> tuple[list[GlobalTensor], list[File], RankPlan]:
-            tensors = merge(claims_of_all(ranks, claims))
+            tensors = merge_claims(claims_of_all(ranks, claims))
             if saving:
                 check_covered(tensors)
             files = lay_out(tensors, 5 * 10**9) if saving else saved[0][1]
@@ -290,7 +289,7 @@ def measure(messages: list[list[bytes]], name: str, rank: int) -> dict[str, floa
         saved.append(session.planned(key, make))
 
     some = [([other], LAYOUTS[name](other)) for other in range(0, RANKS, 64)]  # code takes memory when it first runs
-    warm = merge(some)
+    warm = merge_claims(some)
     BlockPlanner(warm, data_areas(lay_out(warm, 5 * 10**9)), rank, RANKS).load(near=False)
     del some, warm
     base = reset_peak()

@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from par_checkpoint import CheckpointError, CorruptError, Format, load, save
-from par_checkpoint.format.bytes import bytes_of
-from par_groups import Box, Sharding
+from par_groups import Box, Sharding, bytes_of
 
 INDEX = "model.safetensors.index.json"
 

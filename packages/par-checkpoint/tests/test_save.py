@@ -251,7 +251,10 @@ def test_ranks_that_disagree_are_told_so(tmp_path):
     rank = dist.get_rank()
     torch.manual_seed(rank)
     cases = [
-        ({"model": {"w": torch.zeros(3 + rank)}}, r"'w' is torch.float32 \(3,\) on rank 0, but torch.float32 \(4,\)"),
+        (
+            {"model": {"w": torch.zeros(3 + rank)}},
+            r"'model:w' is torch.float32 \(3,\) on rank 0, but torch.float32 \(4,\)",
+        ),
         ({"model": {"w": torch.zeros(3, dtype=FLOATS[rank])}}, "but torch.float32"),
         ({"model": nn.Linear(3, 3)}, "'weight' and 1 more differ between ranks 0 and 1.*layout="),
     ]

@@ -10,8 +10,9 @@ from typing import Protocol
 import torch
 from crc32c import crc32c
 
+from par_groups import bytes_of
+
 from ._errors import corrupt
-from .format.bytes import bytes_of
 from .format.manifest import MANIFEST, FileRecord, Manifest, decode_manifest, encode_index, encode_manifest, index_of
 from .storage.files import FileSource, Writer
 from .storage.folder import Folder, Staging

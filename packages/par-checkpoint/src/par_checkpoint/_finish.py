@@ -21,7 +21,7 @@ from .format.manifest import (
     index_of,
     record_of,
 )
-from .plan.claims import section_of
+from .plan.claims import name_of, section_of
 from .plan.files import File, join_crcs
 from .plan.plan import Prepared
 from .state.collect import Content
@@ -153,13 +153,13 @@ def _index(prepared: Prepared, section: str, folder: str) -> bytes:
     files = [file for file in prepared.files if file.section == section]
     tensors = [tensor for tensor in prepared.tensors if section_of(tensor.key) == section]
     places = {
-        prepared.tensors[number].name: folder + PurePosixPath(file.name).name
+        name_of(prepared.tensors[number].key): folder + PurePosixPath(file.name).name
         for file in files
         for number, _, _ in file.placed
     }
     total = sum(file.size - file.data_begin for file in files)
     parameters = sum(math.prod(tensor.shape) for tensor in tensors)
-    return encode_index({tensor.name: places[tensor.name] for tensor in tensors}, total, parameters)
+    return encode_index({name_of(tensor.key): places[name_of(tensor.key)] for tensor in tensors}, total, parameters)
 
 
 def side_files(content: Content) -> dict[str, bytes]:

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from par_groups import parse_size
+from par_groups import Claims, merge_claims, parse_size
 
 from ._agreement import Comparable, SameOptions, SaveSummary, kinds_of, place_of
 from ._copy import copy_checkpoint
@@ -25,10 +25,9 @@ from ._torch_style import check_loadable, write_objects
 from .format.crc import decode_crcs, encode_crcs
 from .format.header import DATA_ALIGNMENT
 from .format.manifest import BLOCK
-from .plan.claims import Claims, section_of
+from .plan.claims import claims_of, name_of, section_of
 from .plan.coverage import check_covered
 from .plan.files import File, data_areas, lay_out
-from .plan.merging import merge
 from .plan.plan import BlockPlanner, Prepared
 from .state.beside import files_beside
 from .state.collect import (
@@ -161,7 +160,7 @@ def save(
                 step=number,
                 content=content,
                 folders=folders,
-                claims=Claims.of(content.entries),
+                claims=claims_of(content.entries),
                 same=Comparable(
                     layout=layout_names(files.layout, model),
                     samples=content.samples,
@@ -217,7 +216,7 @@ def save(
         if "state" in differs:
             content = replace(content, state=_united(content.state, same.state, ranks, prepared))
         if "tied" in differs:
-            stored = {tensor.name for tensor in prepared.tensors if section_of(tensor.key) == "model"}
+            stored = {name_of(tensor.key) for tensor in prepared.tensors if section_of(tensor.key) == "model"}
             content = replace(content, tied=united_ties(ranks.distinct(same.tied), stored))
 
         if isinstance(folder, PartFolder):
@@ -306,7 +305,7 @@ def _united(state: EncodedState, summary: StateSummary, ranks: Ranks, prepared: 
         extra = {rank: each for holders, each in ranks.distinct(extra_of(state)) for rank in holders}
         state = with_extra_of_ranks(state, [extra[rank] for rank in range(ranks.size)])
         summaries = [each for _, each in ranks.distinct(summary_of(state))]
-    of_model = (tensor.name for tensor in prepared.tensors if section_of(tensor.key) == "model")
+    of_model = (name_of(tensor.key) for tensor in prepared.tensors if section_of(tensor.key) == "model")
     return united_state(state, summaries, {name: place for place, name in enumerate(of_model)})
 
 
@@ -330,7 +329,7 @@ def _prepare(session: Session, planned: _Planned, digest: Sequence[int], folder:
         limit, by_owner = sys.maxsize, True
 
     def make() -> Prepared:
-        tensors = merge(claims_of_all(ranks, planned.claims))
+        tensors = merge_claims(claims_of_all(ranks, planned.claims))
         check_covered(tensors)
         is_shared = not apart and not by_owner and sharing is not Sharing.RANGES and len(set(ranks.hosts())) > 1
         alignment = ALIGNMENT[sharing] if is_shared else DATA_ALIGNMENT

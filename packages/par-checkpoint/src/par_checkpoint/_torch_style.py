@@ -15,9 +15,11 @@ from typing import IO, Any, cast
 import torch
 from crc32c import crc32c
 
-from .format.bytes import bytes_of
+from par_groups import bytes_of
+
 from .format.manifest import BLOCK, OBJECTS, FileRecord
 from .format.tagged import decode
+from .plan.claims import name_of
 from .plan.plan import Prepared
 from .state.collect import Content
 from .storage.files import Writer
@@ -196,7 +198,7 @@ class _MemoryStaging:
     def tensors(self, file: int) -> dict[str, torch.Tensor]:
         """Return the tensors of a file by name, in the order of the model."""
         numbers = sorted(number for number, _, _ in self._prepared.files[file].placed)
-        return {self._prepared.tensors[number].name: self._tensor(number) for number in numbers}
+        return {name_of(self._prepared.tensors[number].key): self._tensor(number) for number in numbers}
 
     def _tensor(self, number: int) -> torch.Tensor:
         """Return the memory of a tensor, which the first call allocates."""

@@ -4,9 +4,8 @@ import math
 import pytest
 import torch
 
-from par_checkpoint.plan.claims import Claims, GlobalTensor
-from par_checkpoint.plan.merging import merge
 from par_checkpoint.plan.overlap import BoxIndex, indexes_of
+from par_groups import Claims, GlobalTensor, merge_claims
 
 
 def held(shape: tuple[int, ...], boxes: list[list[list[int]]]) -> GlobalTensor:
@@ -14,7 +13,7 @@ def held(shape: tuple[int, ...], boxes: list[list[list[int]]]) -> GlobalTensor:
     tensors = (("model:x", torch.float32, shape),)
     dims = len(shape)
     claims = [Claims.of_boxes(tensors, [(0, tuple(box[:dims]), tuple(box[dims:])) for box in each]) for each in boxes]
-    return merge([([rank], each) for rank, each in enumerate(claims)])[0]
+    return merge_claims([([rank], each) for rank, each in enumerate(claims)])[0]
 
 
 def index_of(tensor: GlobalTensor) -> BoxIndex:

@@ -9,15 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from par_checkpoint.format.bytes import bytes_of, copy_elements_
-from par_checkpoint.plan.claims import Claims, LocalTensor, key_of, name_of, with_unique_keys
+from par_checkpoint.format.bytes import copy_elements_
+from par_checkpoint.plan.claims import LocalTensor, claims_of, key_of, name_of, with_unique_keys
 from par_checkpoint.plan.coverage import check_covered
 from par_checkpoint.plan.files import data_areas, lay_out, tensor_areas
-from par_checkpoint.plan.merging import merge
 from par_checkpoint.plan.plan import BlockPlanner
 from par_checkpoint.transfer.exchange import by_wave
 from par_checkpoint.transfer.memory import LocalState
-from par_groups import Sharding, cut, whole
+from par_groups import Claims, Sharding, bytes_of, cut, merge_claims, whole
 
 from ..helpers import rectangle
 
@@ -73,7 +72,7 @@ def worlds(draw, values, *, partly=False):
 
 
 def held_by(world):
-    return merge([([rank], Claims.of(entries)) for rank, entries in enumerate(world)])
+    return merge_claims([([rank], claims_of(entries)) for rank, entries in enumerate(world)])
 
 
 def laid_out(held, limit=1 << 40):
@@ -414,7 +413,7 @@ def test_a_rank_of_many_meets_few(columns):
         Claims.of_boxes((("model:w", torch.float32, (1024, 64)),), [(0, (0, width * part), (1024, width))])
         for part in range(columns)
     ]
-    held = merge([(range(part, 512, columns), claim) for part, claim in enumerate(claims)])
+    held = merge_claims([(range(part, 512, columns), claim) for part, claim in enumerate(claims)])
     files = [replace(file, block=256) for file in lay_out(held, 1 << 40)]  # a row is a block; all read some
     for rank in (0, 77, 511):
         plans = [

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from par_checkpoint import load, save
-from par_checkpoint.plan.claims import Claims, LocalTensor
-from par_checkpoint.plan.merging import merge
+from par_checkpoint.plan.claims import LocalTensor, claims_of
 from par_checkpoint.plan.tasks import BlockPiece
 from par_checkpoint.transfer.memory import LocalBox, LocalState, MemoryPool
-from par_groups import Box, Sharding
+from par_groups import Box, Sharding, merge_claims
 
 
 def local_of(*tensors: tuple[Sharding, torch.Tensor]) -> LocalState:
@@ -19,7 +18,7 @@ def local_of(*tensors: tuple[Sharding, torch.Tensor]) -> LocalState:
         LocalTensor(key=f"model:{i}", dtype=torch.float32, sharding=sharding, local=tensor)
         for i, (sharding, tensor) in enumerate(tensors)
     ]
-    return LocalState.of(entries, merge([([0], Claims.of(entries))]))
+    return LocalState.of(entries, merge_claims([([0], claims_of(entries))]))
 
 
 def whole(tensor: torch.Tensor) -> tuple[Sharding, torch.Tensor]:

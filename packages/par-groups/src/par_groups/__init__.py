@@ -24,6 +24,7 @@ from .topology.modes import Split, register_mode
 from .topology.topology import Axes, Topology
 
 if TYPE_CHECKING:
+    from ._bytes import bytes_of
     from ._torch_private import is_called_by_state_dict_of_dcp
     from .live.agreement import agree, check_alike, together
     from .live.among import group_among
@@ -54,8 +55,10 @@ if TYPE_CHECKING:
         settle_,
         written_,
     )
+    from .sharding.held import Boxes, Claims, GlobalTensor, Rectangle, intersect_rectangles, subtract_rectangle
     from .sharding.joint import JointOptimizer
     from .sharding.kept_dtype import kept_tensors
+    from .sharding.merging import merge_claims
     from .sharding.optimizers import has_stepped, zero_grad_
     from .sharding.ownership import check_owned
     from .sharding.segments import (
@@ -80,12 +83,15 @@ __all__ = [
     "STOP_SIGNALS",
     "Axes",
     "Box",
+    "Boxes",
     "Channels",
+    "Claims",
     "Collective",
     "Communicator",
     "Digest",
     "Environment",
     "FlightRecorder",
+    "GlobalTensor",
     "GradientElsewhere",
     "HostCopies",
     "HostCopy",
@@ -95,6 +101,7 @@ __all__ = [
     "Operation",
     "ProcessGroups",
     "RankLogger",
+    "Rectangle",
     "Registry",
     "Segment",
     "Segments",
@@ -111,6 +118,7 @@ __all__ = [
     "averaged_axes",
     "backend_of",
     "block_stop_signals",
+    "bytes_of",
     "call_sites",
     "check_alike",
     "check_collectives",
@@ -128,10 +136,12 @@ __all__ = [
     "gradients",
     "group_among",
     "has_stepped",
+    "intersect_rectangles",
     "is_called_by_state_dict_of_dcp",
     "is_library_path",
     "kept_tensors",
     "launch",
+    "merge_claims",
     "number_on_device",
     "on_settle",
     "on_written",
@@ -156,6 +166,7 @@ __all__ = [
     "slotted_attributes",
     "splits_sequence",
     "stand_in_gradient",
+    "subtract_rectangle",
     "sync_to_disk",
     "to_dtensor",
     "together",
@@ -178,6 +189,7 @@ _MODULE_OF = {
         "live.logging": ("RankLogger", "get_logger"),
         "live.process_groups": ("ProcessGroups",),
         "live.recorder": ("FlightRecorder",),
+        "_bytes": ("bytes_of",),
         "_torch_private": ("is_called_by_state_dict_of_dcp",),
         "live.trace": (
             *("Communicator", "Operation", "call_sites", "is_library_path"),
@@ -190,8 +202,13 @@ _MODULE_OF = {
             *("follow_written_", "gradients", "on_settle", "on_written", "set_gradient_elsewhere"),
             *("refuse_get_state_dict", "settle_", "written_"),
         ),
+        "sharding.held": (
+            *("Boxes", "Claims", "GlobalTensor", "Rectangle"),
+            *("intersect_rectangles", "subtract_rectangle"),
+        ),
         "sharding.joint": ("JointOptimizer",),
         "sharding.kept_dtype": ("kept_tensors",),
+        "sharding.merging": ("merge_claims",),
         "sharding.optimizers": ("has_stepped", "zero_grad_"),
         "sharding.ownership": ("check_owned",),
         "sharding.segments": (

@@ -1,4 +1,4 @@
-"""Tensors as bytes, without a copy and without NumPy."""
+"""Copies of elements and of bytes between tensors, and what the first bytes of a file say about it."""
 
 import ctypes
 from collections.abc import Iterable
@@ -6,16 +6,6 @@ from collections.abc import Iterable
 import torch
 
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the writable memory of a contiguous CPU tensor; the view keeps the tensor alive."""
-    count = tensor.numel() * tensor.element_size()
-    if count == 0:
-        return memoryview(b"")
-    array = (ctypes.c_char * count).from_address(tensor.data_ptr())
-    array.tensor = tensor  # type: ignore[attr-defined]  # lives as long as any view of it
-    return memoryview(array).cast("B")
 
 
 def join_(into: torch.Tensor, runs: Iterable[torch.Tensor]) -> None:

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import torch
 
-from .bytes import bytes_of
+from par_groups import bytes_of
 
 Crc = tuple[int, int, int, int]
 """File number, first byte, number of bytes, and crc32c of a block or of a part of one."""

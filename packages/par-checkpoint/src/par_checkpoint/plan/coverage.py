@@ -7,7 +7,12 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from .claims import GlobalTensor, Shape
+from par_groups import GlobalTensor
+
+from .claims import name_of
+
+Shape = tuple[int, ...]
+
 
 _CELLS = 1 << 20  # number of grid cells that are checked at once; a finer grid is checked slab by slab
 
@@ -28,7 +33,9 @@ def check_covered(tensors: Iterable[GlobalTensor]) -> None:
         if not covered[geometry]:
             gaps.append(tensor)
     if gaps:
-        named = ", ".join(f"{gap.name!r} {gap.shape} ({int(gap.boxes.sizes.prod(1).sum())} held)" for gap in gaps[:5])
+        named = ", ".join(
+            f"{name_of(gap.key)!r} {gap.shape} ({int(gap.boxes.sizes.prod(1).sum())} held)" for gap in gaps[:5]
+        )
         raise ValueError(
             f"no rank of the group holds some elements of {named}{' and others' if len(gaps) > 5 else ''}; pass the "
             "group of all ranks that hold the model, or correct the records or `layout`"

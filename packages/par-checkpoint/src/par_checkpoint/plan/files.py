@@ -14,10 +14,12 @@ from typing import overload
 
 import torch
 
+from par_groups import GlobalTensor
+
 from ..format.crc import Crc, joined
 from ..format.header import DATA_ALIGNMENT, encode_header
 from ..format.manifest import BLOCK, STEMS
-from .claims import GlobalTensor, section_of
+from .claims import name_of, section_of
 
 
 class Placed(Sequence[tuple[int, int, int]]):
@@ -210,7 +212,9 @@ def lay_out(
     """
     files = []
     for section, prefix in {**STEMS, "model": stem}.items():
-        numbers = {tensor.name: number for number, tensor in enumerate(tensors) if section_of(tensor.key) == section}
+        numbers = {
+            name_of(tensor.key): number for number, tensor in enumerate(tensors) if section_of(tensor.key) == section
+        }
         shards = fill([(name, tensors[number].bytes) for name, number in numbers.items()], limit)
         file_names = shard_names(len(shards), prefix, always_numbered=section != "model")
         for file_name, names in zip(file_names, shards, strict=True):
@@ -218,7 +222,7 @@ def lay_out(
             # A file of one block has one writer, so its blocks need no alignment on the disk.
             several = sum(tensor.bytes for tensor in inside) > BLOCK
             header, stored = encode_header(
-                {tensor.name: (tensor.dtype, tensor.shape) for tensor in inside},
+                {name_of(tensor.key): (tensor.dtype, tensor.shape) for tensor in inside},
                 alignment=alignment if several else DATA_ALIGNMENT,
             )
             begin = stored.data_begin

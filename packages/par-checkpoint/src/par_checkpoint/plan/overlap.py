@@ -13,13 +13,11 @@ from functools import cached_property
 
 import torch
 
-from ..format.bytes import bytes_of
-from .claims import Boxes, GlobalTensor
+from par_groups import Boxes, GlobalTensor, Rectangle, bytes_of
+
 from .coverage import is_covered, row_major
 
 Shape = tuple[int, ...]
-Rectangle = tuple[Shape, Shape]
-"""Start and size of a rectangle of a tensor."""
 
 _RECENT = 64  # stretches of one cut that are kept: tensors that are cut alike lie in one file
 _FEW = 16  # boxes that are sooner looked at one by one than as tensors

@@ -23,7 +23,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from .claims import GlobalTensor
+from par_groups import GlobalTensor
+
 from .deal import ByteShares, Rotation
 from .files import Area, File, FileBlock
 from .homes import Homes

@@ -9,7 +9,8 @@ from typing import TypeVar
 
 import torch
 
-from .claims import GlobalTensor
+from par_groups import GlobalTensor
+
 from .deal import Deal, Together
 from .files import Area, FileBlock, TensorSpan
 from .overlap import BoxIndex, BoxOverlap

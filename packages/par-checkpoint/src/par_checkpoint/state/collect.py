@@ -16,9 +16,8 @@ from crc32c import crc32c
 from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import Sharding, attributes, settle_
+from par_groups import Sharding, attributes, bytes_of, settle_
 
-from ..format.bytes import bytes_of
 from ..format.header import safetensors_name
 from ..format.tagged import check_round_trip, decode, encode, join_ranks
 from ..plan.claims import LocalTensor, key_of, name_of

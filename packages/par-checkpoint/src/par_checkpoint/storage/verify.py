@@ -7,8 +7,9 @@ from contextlib import closing
 import torch
 from crc32c import crc32c
 
+from par_groups import bytes_of
+
 from .._errors import CheckpointError, CorruptError, corrupt_block
-from ..format.bytes import bytes_of
 from ..format.manifest import BLOCK, CONFIG, MANIFEST, FileRecord, Manifest, block_ranges, decode_manifest, record_of
 from ..format.strict_json import parse_object
 from .directory import Directory, StoredTensor

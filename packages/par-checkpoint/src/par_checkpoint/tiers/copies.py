@@ -8,9 +8,10 @@ from heapq import merge
 import torch
 from crc32c import crc32c
 
+from par_groups import bytes_of
+
 from .._copy import copy_checkpoint
 from .._errors import CheckpointError, corrupt
-from ..format.bytes import bytes_of
 from ..format.manifest import FileRecord, Manifest
 from ..storage.files import Writer
 from ..storage.folder import Folder, Staging

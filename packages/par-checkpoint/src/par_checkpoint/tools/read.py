@@ -7,9 +7,8 @@ from os import PathLike
 
 import torch
 
-from par_groups import Box
+from par_groups import Box, bytes_of
 
-from ..format.bytes import bytes_of
 from ..plan.coverage import row_major
 from ..storage.consistent import read_consistently
 from ..storage.folder import Folder

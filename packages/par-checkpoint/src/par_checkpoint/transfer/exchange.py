@@ -5,7 +5,8 @@ from itertools import zip_longest
 
 import torch
 
-from ..plan.claims import Claims
+from par_groups import Claims
+
 from ..plan.tasks import BlockPiece, Task
 from .ranks import Ranks, words
 

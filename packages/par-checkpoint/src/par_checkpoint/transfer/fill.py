@@ -6,15 +6,16 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.graph import increment_version
 
+from par_groups import Claims, GlobalTensor, merge_claims
+
 from .._errors import UNDEFINED, CheckpointError
 from .._progress import ProgressBar
 from ..format.bytes import copy_elements_
 from ..format.crc import decode_crcs, encode_crcs
 from ..format.manifest import BLOCK
-from ..plan.claims import Claims, GlobalTensor, LocalTensor, section_of, with_unique_keys
+from ..plan.claims import LocalTensor, claims_of, name_of, section_of, with_unique_keys
 from ..plan.files import File, data_areas, tensor_areas
 from ..plan.homes import Homes
-from ..plan.merging import merge
 from ..plan.plan import BlockPlanner
 from ..plan.tasks import RankPlan
 from ..state.targets import OptimizerTargets, Targets, set_scalars_
@@ -70,7 +71,7 @@ def fill_(targets: Targets, filling: Filling) -> None:
     def claim() -> tuple[tuple[list[LocalTensor], list[LocalTensor], Claims], list[int]]:
         made = [target.entry(filling.device) for target in targets.pending]
         in_blocks = list(with_unique_keys(entry for entry in made if section_of(entry.key) not in outline.pickled))
-        claims = Claims.of(in_blocks)
+        claims = claims_of(in_blocks)
         return (made, in_blocks, claims), words_of(claims, ranks.rank)
 
     # Equal sums of digests mean that all ranks claim what they claimed in an earlier load, so the plan can be reused.
@@ -79,7 +80,7 @@ def fill_(targets: Targets, filling: Filling) -> None:
     at_once, homes = 0 if filling.folder.cached else filling.folder.in_flight, filling.homes
 
     def make() -> tuple[list[GlobalTensor], list[File], RankPlan, int]:
-        tensors = merge(claims_of_all(ranks, claims))
+        tensors = merge_claims(claims_of_all(ranks, claims))
         files = _files(outline, tensors)
         areas = (tensor_areas if outline.manifest is None else data_areas)(files)
         block = max((file.block for file in files), default=BLOCK)
@@ -167,7 +168,7 @@ def _files(outline: Outline, tensors: Sequence[GlobalTensor]) -> list[File]:
     placed: dict[tuple[str, str], list[tuple[int, int, int]]] = {}
     for number, tensor in enumerate(tensors):
         section = section_of(tensor.key)
-        place = outline.places(section)[tensor.name]
+        place = outline.places(section)[name_of(tensor.key)]
         placed.setdefault((section, place.file), []).append((number, place.begin, place.end))
     files = []
     for (section, name), inside in placed.items():

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from par_groups import Box
+from par_groups import Box, GlobalTensor
 
 from ..format.bytes import copy_elements_
-from ..plan.claims import GlobalTensor, LocalTensor
+from ..plan.claims import LocalTensor
 from ..plan.coverage import row_major
 from ..plan.tasks import BlockPiece
 

@@ -22,9 +22,10 @@ import torch
 import torch.distributed as dist
 from crc32c import crc32c
 
+from par_groups import bytes_of
+
 from .._errors import CheckpointError
 from .._torch_private import all_gather_into, gloo_among, gloo_of, set_timeout_of
-from ..format.bytes import bytes_of
 from .errors import PortableError, attempt
 from .roll import Roll, named_ranks
 from .workers import Workers

@@ -10,10 +10,13 @@ from dataclasses import dataclass, field
 import torch
 from crc32c import crc32c
 
+from par_groups import bytes_of
+
 from .._errors import CorruptError, corrupt_block
-from ..format.bytes import bytes_of, copy_elements_
+from ..format.bytes import copy_elements_
 from ..format.crc import Crc
 from ..format.manifest import BLOCK
+from ..plan.claims import name_of
 from ..plan.files import File, FileBlock, join_parts
 from ..plan.tasks import BlockPiece, RankPlan, Task
 from ..storage.files import REACH, FileSource
@@ -143,7 +146,7 @@ def wrong_join(parts: Iterable[Crc], reading: BlockReader) -> CorruptError | Non
             reading.wrong.append((file.name, block))
             first = file.data_begin + block * file.block
             inside = [tensor for tensor, low, high in file.placed if low < first + file.block and high > first]
-            names = [reading.local.tensors[tensor].name for tensor in inside]
+            names = [name_of(reading.local.tensors[tensor].key) for tensor in inside]
             return CorruptError(corrupt_block(f"{reading.folder.url}/{file.name}", block, first, names))
     return None
 
@@ -231,7 +234,7 @@ class _Reader:
         for number, parts in self._reading.local.parts.items():
             wanted = sum(math.prod(size) for _, size in {(part.box.start, part.box.size) for part in parts})
             if self._taken[number] < wanted:
-                name, taken = self._reading.local.tensors[number].name, self._taken[number]
+                name, taken = name_of(self._reading.local.tensors[number].key), self._taken[number]
                 return RuntimeError(f"{taken} of {wanted} elements of {name!r} came, a bug of par-checkpoint")
         return None
 
@@ -314,7 +317,7 @@ class _Reader:
             self.parts.append((block.file, block.begin, block.size, crc))
         elif crc != crcs[number]:
             self._reading.wrong.append((file.name, number))
-            tensors = [self._reading.local.tensors[span.tensor].name for span in block.spans]
+            tensors = [name_of(self._reading.local.tensors[span.tensor].key) for span in block.spans]
             raise CorruptError(corrupt_block(f"{self._reading.folder.url}/{file.name}", number, block.begin, tensors))
 
 

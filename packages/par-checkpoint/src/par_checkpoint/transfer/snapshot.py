@@ -9,6 +9,7 @@ import torch
 from .._errors import CheckpointError
 from .._torch_private import version_of
 from ..format.bytes import copy_elements_, join_
+from ..plan.claims import name_of
 from ..plan.tasks import BlockPiece, RankPlan, Task
 from .chunks import Chunks
 from .memory import LocalState
@@ -81,8 +82,9 @@ class Snapshot:
         for number, versions in self._watched.items():
             if any(version_of(tensor) != version for tensor, version in versions):
                 raise CheckpointError(
-                    f"{self._local.tensors[number].name!r} was changed while the save copied it in the background, and "
-                    "nothing was committed. Do not change weights and optimizer state before the save's "
+                    f"{name_of(self._local.tensors[number].key)!r} was changed while the save copied it in the "
+                    "background, "
+                    "and nothing was committed. Do not change weights and optimizer state before the save's "
                     "wait_for_copy() returns. The step() of a torch optimizer calls it automatically. Call it before "
                     "any other change, or save with copy='blocking'"
                 )

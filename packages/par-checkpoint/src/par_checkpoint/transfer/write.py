@@ -11,7 +11,9 @@ from functools import partial
 import torch
 from crc32c import crc32c
 
-from ..format.bytes import bytes_of, copy_elements_
+from par_groups import bytes_of
+
+from ..format.bytes import copy_elements_
 from ..format.crc import Crc
 from ..format.manifest import BLOCK
 from ..plan.files import File, FileBlock

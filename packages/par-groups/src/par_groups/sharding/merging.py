@@ -1,4 +1,4 @@
-"""Merge of the claims of all ranks into the tensors of a checkpoint.
+"""Merge of the claims of all ranks into global tensors.
 
 Thousands of ranks may hold thousands of tensors each, so the work is done with tensor operations on all rows at once.
 """
@@ -8,24 +8,27 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
-from ..format.bytes import bytes_of
-from .claims import Boxes, Claims, GlobalTensor, Shape, by_shape, name_of
+from .._bytes import bytes_of
+from .held import Boxes, Claims, GlobalTensor, by_shape
+
+if TYPE_CHECKING:
+    from .sharding import Shape
 
 _UNITED = 1 << 13  # number of boxes, counted once per holder, that are merged at once
 
 
-def merge(claims: Sequence[tuple[Sequence[int], Claims]]) -> list[GlobalTensor]:
-    """Merge all claims into the tensors of the checkpoint, in the order in which they first appear.
+def merge_claims(claims: Sequence[tuple[Sequence[int], Claims]]) -> list[GlobalTensor]:
+    """Merge the claims of all ranks into global tensors, in the order in which they first appear.
 
     Args:
         claims: Ranks, and the claims of these ranks.
 
     Raises:
-        ValueError: Two ranks claim one name with different dtypes or shapes.
+        ValueError: Two ranks claim one key with different dtypes or shapes.
     """
     # The work is done per row and not per box of a tensor, so identically sharded tensors are merged only once.
     known: dict[str, int] = {}  # number of each tensor, by key
@@ -47,9 +50,9 @@ def merge(claims: Sequence[tuple[Sequence[int], Claims]]) -> list[GlobalTensor]:
             elif kinds[number] != (dtype, shape):
                 first_dtype, first_shape = kinds[number]
                 raise ValueError(
-                    f"{name_of(key)!r} is {first_dtype} {first_shape} on rank {said_by[number]}, but {dtype} {shape} "
-                    f"on rank {ranks[0]}; a local tensor that is a part of a larger one needs a record: "
-                    "layout={name: Sharding(...)}"
+                    f"{key!r} is {first_dtype} {first_shape} on rank {said_by[number]}, but {dtype} {shape} "
+                    f"on rank {ranks[0]}; if the local tensor is a part of a larger one, use "
+                    "par_groups.set_sharding(tensor, Sharding(...)), or pass layout={name: Sharding(...)}"
                 )
         # Rows refer to tensors by their place in this order, which a rank and the merge compute identically.
         own = [known[told[number][0]] for number in by_shape(told)]
