@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .options import NAME
 from .state import state
+from .times import wait_for_jobs
 
 
 class DeviceCollective:
@@ -55,6 +56,7 @@ class StreamTime:
     @property
     def now(self) -> float:
         """The time at which the current stream would begin what it is given now."""
+        wait_for_jobs()
         return state.native.now()  # type: ignore[no-any-return]
 
     def wait(self, end: float, site: str) -> None:

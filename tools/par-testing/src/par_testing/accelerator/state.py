@@ -4,12 +4,11 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..strict.clock import Span
 from ..strict.step import HostWaitError, refuse_in_step
 from .errors import RaceError, race
 from .options import Accelerator
 
-_SPANS = 200_000
+_CALLS = 200_000
 """The most calls that a timeline holds, so that a long test which never reads it stays small."""
 
 
@@ -23,7 +22,7 @@ class State:
         waits: How often the host waited for the device, by what it did and where.
         pageable: How often a copy was to be non_blocking and was not, as its memory was not pinned, by where.
         races: Messages of races that were not raised.
-        spans: The calls since the times were last read.
+        calls: The calls that the times last read have left out, each with the row in which a timeline shows it.
     """
 
     native: Any = None
@@ -31,7 +30,7 @@ class State:
     waits: Counter[tuple[str, str]] = field(default_factory=Counter)
     pageable: Counter[str] = field(default_factory=Counter)
     races: list[str] = field(default_factory=list)
-    spans: deque[Span] = field(default_factory=lambda: deque(maxlen=_SPANS))
+    calls: deque[tuple[str, Any]] = field(default_factory=lambda: deque(maxlen=_CALLS))
 
     def use(self, call: Any, tensor: Any, *, write: bool) -> Any:
         """Note that a call uses a tensor, of the device or pinned, and return it as a tensor of the CPU.
@@ -56,7 +55,7 @@ class State:
             engine: What it keeps busy: "compute", or "into" or "out" for copies to and from the device.
         """
         self.native.close(call, seconds, engine)
-        self.spans.append(Span(f"stream {call.queue} {engine}", call.name, call.begin, call.end))
+        self.calls.append((f"stream {call.queue} {engine}", call))
 
     def wait(self, call: Any, what: str) -> None:
         """Let the host wait for the stream of a call, and count that.

@@ -230,8 +230,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("name", &Call::name)
       .def_readonly("sites", &Call::sites)
       .def_readonly("queue", &Call::queue)
-      .def_readonly("begin", &Call::begin)
-      .def_readonly("end", &Call::end);
+      .def("times", [](const Call& call) -> std::optional<std::pair<double, double>> {  // none: nobody has asked yet
+        Locked lock(mutex_);
+        if (!call.node || !call.node->done) return std::nullopt;
+        return std::make_pair(call.node->begin, call.node->end);
+      });
+  py::class_<When>(m, "When");
   m.def("begin", begin);
   m.def("be_strict", be_strict);
   m.def("install_handler", install_handler);
@@ -257,25 +261,43 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("host_works", [](double seconds) {
     Locked lock(mutex_);
-    host_now() += seconds;
+    host_now().plus += seconds;
   });
-  m.def("own_host_time", [] {  // of this thread of Python's, from the present of the main one
+  m.def("submit_job", [] {  // the present of the thread that submits it
     Locked lock(mutex_);
-    hosts_.push_back(hosts_[0]);
-    thread_ = hosts_.size() - 1;
+    jobs_++;
+    return host_now();
+  });
+  m.def("begin_job", [](const When& submitted) {  // in a thread of Python's, which gets a time of its own
+    Locked lock(mutex_);
+    if (!thread_) {
+      thread_ = hosts_.size();
+      hosts_.push_back({});
+    }
+    host_now() = latest({host_now(), submitted});
+  });
+  m.def("end_job", [] {
+    Locked lock(mutex_);
+    jobs_--;
+  });
+  m.def("jobs", [] {
+    Locked lock(mutex_);
+    return jobs_;
   });
   m.def("stream_waits", [](double until, const std::string& where) {
     Locked lock(mutex_);
-    stream_waits(current_queue(device_), {{}, until}, where);
+    stream_waits(current_queue(device_), {{}, {nullptr, until}}, where);
   });
   m.def("now", [] {  // when the current stream would begin what it is given now
     Locked lock(mutex_);
-    return std::max(current_queue(device_).now, host_now());
+    return settled(latest({current_queue(device_).now, host_now()}));
   });
-  m.def("read_times", [] {  // (the host's time, how long it waited, each stream's time and waits by place)
+  m.def("read_times", [] {  // (this thread's time, each stream's time up to its last call of this thread, waits by place)
     Locked lock(mutex_);
+    double host = settled(host_now());
+    for (auto& q : queues_) settled(q.given[thread_]);
     py::list streams;
-    for (auto& q : queues_) streams.append(py::make_tuple(q.now, std::exchange(q.waited, {})));
-    return py::make_tuple(host_now(), std::exchange(host_waited_, 0), streams);
+    for (auto& q : queues_) streams.append(py::make_tuple(q.given[thread_].value(), std::exchange(q.waited, {})));
+    return py::make_tuple(host, streams);
   });
 }

@@ -154,7 +154,7 @@ static void give_back_pending(bool wait) {
   for (auto* b : blocks) {
     bool over = true;
     for (auto& moment : b->ends) {
-      if (wait || moment.time <= host_now()) host_waits(moment.seen, moment.time);
+      if (wait || is_past(moment)) host_waits(moment.seen, moment.time);
       else over = false;
     }
     if (over) give_back(b);

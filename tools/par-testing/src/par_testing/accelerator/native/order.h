@@ -1,4 +1,4 @@
-// What happens before what, and when in virtual time: streams, events, the host.
+// What happens before what: streams, events, the host.
 //
 // Every kernel runs at once, when it is launched. A GPU would run it later, and in parallel with what other streams do.
 // So each stream carries a vector clock: for every stream, how many of its calls are known to be over before the next
@@ -8,13 +8,9 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <algorithm>
-#include <deque>
-#include <map>
-#include <memory>
 #include <mutex>
-#include <string>
-#include <vector>
+
+#include "time.h"
 
 #if PY_VERSION_HEX >= 0x030d0000
 #define STRICT_IS_FINALIZING Py_IsFinalizing
@@ -35,7 +31,7 @@ using Locked = std::lock_guard<std::recursive_mutex>;
 using Seen = std::vector<uint64_t>;  // for each stream, how many of its calls are over
 struct Moment {                      // what an event holds
   Seen seen;
-  double time = 0;
+  When time = {};
 };
 
 static void join(Seen& seen, const Seen& other) {
@@ -48,30 +44,37 @@ struct Queue {  // a stream
   size_t number;
   DeviceIndex device;
   Seen seen;
-  double now = 0;  // when all that it was given is done
-  std::map<std::string, double> waited;  // how long it waited for events, by the place that made it wait
+  When now = {};   // when all that it was given is done
+  std::map<size_t, When> given = {};           // and what it was given by each thread
+  std::map<std::string, double> waited = {};   // how long it waited for events, by the place that made it wait
 };
 struct Call {  // one kernel or copy
   std::string name, sites;
   size_t queue;
   uint64_t tick;
-  double begin = 0, end = 0;
+  NodePtr node = {};
 };
 using CallPtr = std::shared_ptr<Call>;
 
+constexpr size_t MANY = 10'000;  // calls without times
+
 static DeviceIndex devices_ = 1;
 static std::deque<Queue> queues_;  // the first ones are the devices' default streams
-static std::map<std::string, double> engines_;  // until when each is busy: "compute", "into", "out"
 static thread_local DeviceIndex device_ = 0;
 static thread_local std::map<DeviceIndex, c10::StreamId> current_;
 
 // The host. What it knows, every later launch knows. Autograd's threads work for the main one, which waits for them,
 // so they share its time; a thread of Python's that issues beside it has a time of its own.
+struct Host {
+  When now = {};
+  uint64_t issued = 0;
+};
 static Seen host_seen_;
-static double host_waited_ = 0, launch_ = 0;
-static std::deque<double> hosts_(1);
+static double launch_ = 0;
+static std::deque<Host> hosts_(1);
 static thread_local size_t thread_ = 0;
-static double& host_now() { return hosts_[thread_]; }
+static When& host_now() { return hosts_[thread_].now; }
+static size_t jobs_ = 0;  // of threads with a time of their own: submitted, and not yet ended
 
 static void make_default_streams() {
   for (DeviceIndex d = queues_.size(); d < devices_; d++) queues_.push_back({size_t(d), d});
@@ -83,28 +86,33 @@ static Queue& current_queue(DeviceIndex d) {
 }
 
 static void open_landed();  // pinned.h: what the host knows to be over, it may touch again
-static void host_waits(const Seen& seen, double time) {
-  host_waited_ += std::max(0.0, time - host_now());
-  host_now() = std::max(host_now(), time);
+static void host_waits(const Seen& seen, const When& time) {
+  host_now() = latest({host_now(), time});
   join(host_seen_, seen);
   open_landed();
+}
+static bool is_past(const Moment& moment) {  // as the host can see by the time
+  for (size_t i = 0; i < moment.seen.size(); i++)
+    if (!knows(host_seen_, i, moment.seen[i])) return settled(moment.time) <= settled(host_now());
+  return true;  // it knows that without looking at the clock
 }
 static void host_waits_for_device(DeviceIndex d) {
   for (auto& q : queues_)
     if (q.device == d) host_waits(q.seen, q.now);
 }
 // Asking takes time, too: a program that polls an event in a loop must come to an end in virtual time.
-static bool is_over(const Seen& seen, double time) {
-  host_now() += 1e-6;
-  if (time > host_now()) return false;
+static bool is_over(const Seen& seen, const When& time) {
+  host_now().plus += 1e-6;
+  if (settled(time) > settled(host_now())) return false;
   host_waits(seen, time);
   return true;
 }
 static void stream_waits(Queue& q, const Moment& moment, const std::string& where) {
   join(q.seen, moment.seen);
-  double now = std::max(q.now, host_now());
-  if (moment.time > now) q.waited[where] += moment.time - now;
-  q.now = std::max(now, moment.time);
+  auto since = latest({q.now, host_now()});
+  auto node = std::make_shared<Node>();
+  node->waited = std::make_shared<Waited>(Waited{q.waited, where, since.node});
+  q.given[thread_] = q.now = {add_node(node, {since, moment.time})};
 }
 
 // Where in the program ---------------------------------------------------------------------------------------------
@@ -147,11 +155,16 @@ static CallPtr open_call(const std::string& name) {
   return std::make_shared<Call>(Call{name, where, q.number, ++q.seen[q.number]});
 }
 static void close_call(Call& call, double seconds, const std::string& engine) {
-  auto &q = queues_[call.queue];
-  auto& busy = engines_[engine];
-  call.begin = std::max({q.now, host_now(), busy});
-  call.end = q.now = busy = call.begin + seconds;
-  host_now() += launch_;
+  auto& q = queues_[call.queue];
+  auto node = std::make_shared<Node>();
+  node->engine = &engines_[{q.device, engine}];
+  node->seconds = seconds;
+  node->turn = {thread_, hosts_[thread_].issued++};
+  call.node = add_node(node, {q.now, host_now()});
+  q.given[thread_] = q.now = {node};
+  host_now().plus += launch_;
+  // A program that never asks for a time does not keep all of its calls. Only one thread issues, so all turns are known.
+  if (undone_.size() > MANY && !jobs_) settled(q.now);
 }
 
 // What torch asks of streams and events ----------------------------------------------------------------------------
@@ -193,7 +206,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     auto& q = queue_of(s);
     join(q.seen, host_seen_);
     if (!*event) *event = new Moment();
-    *static_cast<Moment*>(*event) = {q.seen, std::max(q.now, host_now())};
+    *static_cast<Moment*>(*event) = {q.seen, latest({q.now, host_now()})};
   }
   void block(void* event, const Stream& s) const override {
     if (!event) return;  // an event that was never recorded holds nobody back, as on a GPU
@@ -226,7 +239,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   double elapsedTime(void* from, void* to, DeviceIndex) const override {
     TORCH_CHECK(from && to, "both events must have been recorded");
-    return 1e3 * (static_cast<Moment*>(to)->time - static_cast<Moment*>(from)->time);
+    Locked lock(mutex_);
+    return 1e3 * (settled(static_cast<Moment*>(to)->time) - settled(static_cast<Moment*>(from)->time));
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const Stream& s) const override;
 };

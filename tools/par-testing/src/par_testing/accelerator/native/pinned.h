@@ -118,7 +118,7 @@ struct Pinned final : at::HostAllocator {
     for (auto& [at, block] : host_pending_) {
       bool over = true;
       for (auto& moment : block.uses) {
-        if (moment.time <= host_now()) host_waits(moment.seen, moment.time);
+        if (is_past(moment)) host_waits(moment.seen, moment.time);
         else over = false;
       }
       if (over) pinned_.freed.emplace(block.size, at);
