@@ -76,6 +76,15 @@ weights and gradients are fp32, so the ZeRO cells would repeat the fp32 column a
 FARTHEST = """\
 ## The worst of all configurations
 """
+BITS = """\
+## Canonical numerics: one fingerprint
+
+With `numerics="canonical", lanes=8` there is no tolerance: every configuration must have the weights and the norms of
+one device to the last bit. The reference is a loop in plain torch, without a strategy, that runs one lane after the
+other. Each cell is the first 12 digits of a sha256 of all weights after 20 steps and of each step's norm. Cells of one
+model and one precision must be equal. A configuration that canonical numerics do not support has no cell. See
+[Same bits under every topology](../guides/same-bits.md).
+"""
 RESUMED = """\
 ## Saved under one configuration, resumed under the next
 
@@ -100,8 +109,8 @@ def main() -> None:
     """Runs the matrix, unless results are given, and writes the page."""
     results = Path(sys.argv[1]) if len(sys.argv) > 1 else run()
     rows = [json.loads(line) for line in results.read_text().splitlines()]
-    curves, resumed = ([row for row in rows if row["kind"] == kind] for kind in ("curve", "resume"))
-    PAGE.write_text(page(curves, resumed))
+    curves, resumed, bits = ([row for row in rows if row["kind"] == kind] for kind in ("curve", "resume", "bits"))
+    PAGE.write_text(page(curves, resumed, bits))
     print(f"wrote {PAGE.relative_to(ROOT)}")
 
 
@@ -114,19 +123,20 @@ def run() -> Path:
     return RESULTS
 
 
-def page(curves: Rows, resumed: Rows) -> str:
+def page(curves: Rows, resumed: Rows, bits: Rows) -> str:
     """The whole page.
 
     Args:
         curves: Results of every configuration in every precision.
         resumed: Results of every change of configuration.
+        bits: Fingerprints of every configuration that canonical numerics support.
     """
     machine = f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores"
     seconds = sum(row["seconds"] for row in curves)
     measured = (
         f"{len(curves)} cells, {seconds / 60:.0f} minutes, {machine}. `python tools/matrix.py` runs them again.\n"
     )
-    parts = [INTRODUCTION, *curve_table(curves), FARTHEST, *farthest_table(curves)]
+    parts = [INTRODUCTION, *curve_table(curves), FARTHEST, *farthest_table(curves), BITS, *bits_table(bits)]
     return "\n".join([*parts, RESUMED, *resumed_table(resumed), END, measured])
 
 
@@ -146,6 +156,16 @@ def farthest_table(curves: Rows) -> list[str]:
         of_it = [row for row in curves if row["precision"] == precision]
         rows.append([precision, *(f"{max(row[kind] for row in of_it):.0e}" for kind in kinds)])
     return table(["precision", *kinds], rows)
+
+
+def bits_table(bits: Rows) -> list[str]:
+    """A row a configuration, a column a precision; configurations of one model stand together."""
+    precisions, models = _in_order(bits, "precision"), {row["case"]: row["model"] for row in bits}
+    cells = {(row["case"], row["precision"]): f"`{row['bits']}`" for row in bits}
+    order = _in_order(bits, "model")
+    cases = sorted(models, key=lambda case: order.index(models[case]))
+    rows = [[models[case], case, *(cells.get((case, each), "") for each in precisions)] for case in cases]
+    return table(["model", "configuration", *precisions], rows)
 
 
 def resumed_table(resumed: Rows) -> list[str]:

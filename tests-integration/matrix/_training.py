@@ -338,7 +338,7 @@ class Run:
             batch = next(self.batches)
             self.count = float(batch.target[1].sum())
             return strategy.execute_pipeline(iter([batch]), self.model, self.packed_criterion, self.optimizer)
-        if strategy.schedule is not None or self.kind not in OURS:
+        if strategy.schedule is not None or strategy.options.lanes or self.kind not in OURS:
             criterion = self.criterion if self.kind in OURS else None  # a model of transformers has its own
             return strategy.execute_pipeline(self.batches, self.model, criterion, self.optimizer)
         inputs, targets = next(self.batches)

@@ -6,8 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from par_precision.exact.grid import LIMIT, on_grid
+from par_precision.exact.grid import LIMIT, GridHooks, on_grid
 from par_precision.exact.squares import exact_squares, squares_of
 
 floats = st.floats(-1, 1, width=32)
@@ -61,3 +62,33 @@ def test_squares_of_gradients_below_the_range_of_fp32_powers_are_right():
 def test_squares_of_zeros_are_zero():
     top = torch.zeros((), dtype=torch.float64)
     assert float(squares_of(exact_squares([torch.zeros(3)], top), top)) == 0
+
+
+def tied(times=1):
+    """An embedding and a linear layer with one weight, whose gradients are 1 and 2**-30 in each element."""
+    table, head = nn.Embedding(1, 2), nn.Linear(2, 1, bias=False)
+    head.weight = table.weight
+    model = nn.Sequential(table, head)
+    GridHooks(model, losses=times)
+    for _ in range(times):
+        first = table(torch.zeros(1, dtype=torch.int64))
+        (first.sum() + head(torch.full((1, 2), 2.0**-30)).sum()).backward()
+    return table.weight
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_each_use_of_a_shared_parameter_is_rounded_alone(times):
+    expected = torch.full((1, 2), times * (1 + 2.0**-30), dtype=torch.float64)
+    assert torch.equal(tied(times).grad, expected)  # a sum of the uses in fp32 is 1
+
+
+def test_a_module_with_a_shared_parameter_keeps_its_names():
+    table = tied()
+    assert isinstance(table, nn.Parameter)
+    model = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 3, bias=False))
+    model[1].weight = model[0].weight
+    names = list(model.state_dict())
+    GridHooks(model, losses=1)
+    model(torch.zeros(1, dtype=torch.int64))
+    assert list(model.state_dict()) == names
+    assert model[1].weight is model[0].weight

@@ -17,12 +17,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
-from par_groups import agree
+from par_groups import ProcessGroups, agree, segments_of
 from par_pipeline import PipelineStages
 from par_precision import ExactSums, TotalWeights
 
 from .._torch_private import tree_leaves
 from .execute import Execution, rows_of
+from .handlers import register_gradient_handler
 from .options import StrategyOptions
 from .plugin import Plugin
 from .setup import Setup
@@ -117,6 +118,39 @@ class ExactPlugin(Plugin):
         return optimizer
 
 
+@register_gradient_handler("exact_ties")
+class ExactTies:
+    """The gradients of weights that several pipeline stages use, kept in fp64 until all stages' gradients are summed.
+
+    Otherwise each stage's sum over lanes would be rounded to the optimizer's dtype before the last addition, which one
+    device does not do.
+
+    Args:
+        model: The model, or several.
+        optimizer: Their optimizer, after it was sharded.
+        groups: The groups of the strategy.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, groups: ProcessGroups) -> None:
+        names: set[str] = set()
+        for prefix, module in model.named_modules():
+            if isinstance(module, PipelineStages) and groups.size("pipeline") > 1:
+                names |= {f"{prefix}.{name}" if prefix else name for each in module.tied for name in each}
+        self._tensors: list[Tensor] = []
+        for group in optimizer.param_groups:
+            own = group.get("param_names") or [""] * len(group["params"])
+            for name, tensor in zip(own, group["params"], strict=True):
+                if names.intersection(segment.name for segment in segments_of(tensor, name)):
+                    tensor.grad_dtype = None  # par-zero then stores the sum in the dtype in which it was reduced
+                    self._tensors.append(tensor)
+
+    def handle_gradient(self) -> None:
+        """Round the sums to the optimizer's dtype. `pipeline_shared` has completed them."""
+        for tensor in self._tensors:
+            if tensor.grad is not None:
+                tensor.grad = tensor.grad.to(tensor.dtype)
+
+
 class LaneExecution(Execution):
     """The pipeline of a model whose microbatches are lanes: the factor of a loss does not depend on the others'.
 
@@ -190,9 +224,10 @@ def _check(model: nn.Module, strategy: Setup) -> None:
                     f"{name!r} has dropout {attribute}={rate}: its random numbers depend on the rank that runs it; "
                     "canonical numerics need 0"
                 )
-    if isinstance(model, PipelineStages) and strategy.groups.size("pipeline") > 1 and any(model.tied):
+    offloads = strategy.options.memory is not None or "offload" in strategy.options.zero_keywords
+    if isinstance(model, PipelineStages) and strategy.groups.size("pipeline") > 1 and any(model.tied) and offloads:
         names = sorted(name for each in model.tied for name in each)
         raise ValueError(
-            f"the stages share {names[0]!r}: each use of a weight is rounded by itself where two ranks use it, and "
-            "together where one does; canonical numerics need untied weights over a pipeline"
+            f"the stages share {names[0]!r}, and its gradient is offloaded before the stages have summed it; remove "
+            "memory and zero's offload, or use numerics='ordinary'"
         )

@@ -17,7 +17,7 @@ from par_zero import check_update_scope
 
 from .bundles import MARK, ModelBundle, bundles_of, joined
 from .experts import has_experts, no_experts
-from .handlers import DEFAULT, GradientHandler, kinds_of, make_handlers
+from .handlers import GradientHandler, kinds_of, make_handlers
 from .plugin import Plugin
 from .plugins import ZeroPlugin
 from .pretrained.sequence import no_use
@@ -154,7 +154,7 @@ def wire(
     handle = None
     with together("gradient handlers", None):
         if bundle.optimizer is not None:
-            kinds = kinds_of(strategy.options.gradient_handlers or DEFAULT)
+            kinds = kinds_of(strategy.options.handlers)
             _complete_before_step(bundle.optimizer, make_handlers(kinds, model, bundle.optimizer, strategy.groups))
             handle = bundle.optimizer.register_step_post_hook(after_step)
     # The mark is on old and new objects: passing either of them to initialize() again is a mistake.

@@ -200,6 +200,12 @@ class StrategyOptions:
         return {each.name: value for each in fields(given) if (value := getattr(given, each.name)) != each.default}
 
     @property
+    def handlers(self) -> Sequence[Mapping[str, Any]]:
+        """The gradient handlers of the user, or the default; and behind them one that exact sums need."""
+        exact = [{"type": "exact_ties"}] if self.numerics == "canonical" else []
+        return [*(self.gradient_handlers or DEFAULT), *exact]
+
+    @property
     def stage(self) -> int:
         """The ZeRO stage."""
         stage: int = self.zero_keywords["stage"]

@@ -229,7 +229,9 @@ class ChunkGradients:
         here = [part for part in chunk.slices if not self._in_store(part)]
         for part in here:
             view = self._reduced[part.start - origin : part.stop - origin].view(part.tensor.shape)
-            part.tensor.grad = view if view.dtype == part.tensor.dtype else view.to(part.tensor.dtype)
+            # A tensor that accepts gradients of any dtype takes the sum as it is: somebody adds to it before the step.
+            dtype = getattr(part.tensor, "grad_dtype", part.tensor.dtype) or view.dtype
+            part.tensor.grad = view if view.dtype == dtype else view.to(dtype)
         if chunk.reduce_dtype != chunk.master.dtype:
             self._count_cast(sum(part.tensor.nbytes for part in here))
         # From now on only the optimizer refers to the sum, so that `zero_grad` frees it.
