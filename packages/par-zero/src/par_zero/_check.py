@@ -150,7 +150,7 @@ def check_offload(
                 f"stage {stage}"
             )
     for place in away:
-        _check_link(offload, groups, place)
+        _check_link(offload, module, groups, place)
     if offload.uses_disk:
         check_room(offload.folder, 0)
     if "optimizer" in offload.offloaded and not groups:
@@ -170,7 +170,7 @@ def check_offload(
             )
 
 
-def _check_link(offload: Offload, groups: Sequence[ParamGroup], device: torch.device) -> None:
+def _check_link(offload: Offload, module: nn.Module, groups: Sequence[ParamGroup], device: torch.device) -> None:
     """Check that the tiers are supported for parameters on an accelerator.
 
     Raises:
@@ -186,13 +186,29 @@ def _check_link(offload: Offload, groups: Sequence[ParamGroup], device: torch.de
             f"budget={offload.budget!r}: the parameters are on {str(device)!r}, and the budget would count gradients "
             f"there that follow optimizer={offload.optimizer!r} to the host; remove budget, or remove optimizer"
         )
-    for name in ("parameters", "gradients"):
-        if name in offload.offloaded:
+    if "gradients" in offload.offloaded:
+        raise ValueError(
+            f"gradients={offload.gradients!r}: the parameters are on {str(device)!r}, from where gradients follow the "
+            "optimizer; remove gradients, and pass optimizer='host'"
+        )
+    if offload.parameter_parts["disk"]:
+        raise ValueError(
+            f"parameters={offload.parameters!r}: the parameters are on {str(device)!r}, which can fetch them from its "
+            "host and not from a disk; pass parameters='host'"
+        )
+    if "parameters" in offload.offloaded:
+        if groups and offload.parts["device"]:
             raise ValueError(
-                f"{name}={getattr(offload, name)!r}: the parameters are on {str(device)!r}, from where only the "
-                f"optimizer is offloaded, and gradients follow it; remove {name}, and pass optimizer='host'"
+                f"parameters={offload.parameters!r}, optimizer={offload.optimizer!r}: parameters on the host of "
+                f"{str(device)!r} are stepped there; pass optimizer='host', or remove parameters"
             )
-    if "optimizer" not in offload.offloaded:
+        for name, parameter in module.named_parameters():
+            if type(parameter) is not nn.Parameter:
+                raise ValueError(
+                    f"parameters={offload.parameters!r}: {name!r} is a {type(parameter).__name__}, and only a plain "
+                    "torch.nn.Parameter can leave its device; remove parameters"
+                )
+    if not offload.offloaded:
         return
     for group in groups:
         if group.settings.get("capturable"):
@@ -204,7 +220,7 @@ def _check_link(offload: Offload, groups: Sequence[ParamGroup], device: torch.de
         torch.empty(1, pin_memory=True)
     except RuntimeError as error:
         raise ValueError(
-            f"optimizer={offload.optimizer!r}: the host has no pinned memory for {str(device)!r} ({error}), so each "
+            f"offload={offload.offloaded}: the host has no pinned memory for {str(device)!r} ({error}), so each "
             "copy would block the step; remove offload"
         ) from error
 

@@ -102,7 +102,7 @@ class Engine:
         self._gatherer: Gatherer | None = None
         self._steps: StepBook | None = None
         if stage.shards_parameters:
-            flags = sharers.device_of_flags(chunks[0].own.device)
+            flags = sharers.device_of_flags(chunks[0].device)
             agreement = Agreement(units, sharers.gathering, flags, self._reducer, flags=FLAGS + (room is not None))
             self._steps = None if room is None else _steps_within(room, units, optimizers, agreement)
             book = self._steps or _pass_book(units)
@@ -192,7 +192,7 @@ class Engine:
         if not offload.in_pieces:
             return None
         optimizers = [each.optimizer for each in self._optimizers]
-        device = self._sharers.device_of_flags(self._chunks[0].own.device)
+        device = self._sharers.device_of_flags(self._chunks[0].device)
         tier = DiskTier(offload, self._chunks, optimizers, self._sharers.agreeing, device)
         for store in tier.gradient_stores:
             for chunk in store.chunks:
@@ -220,9 +220,10 @@ class Engine:
                 self._gatherer.on_evaluated = partial(tier.errors.raise_together, *self._sharers.beside_replicas)
             for unit in units:
                 unit.shards = tier.shards
-        if tier.runner.is_late:
-            for unit in units:
-                unit.on_read = tier.wait_for
+        for unit in units:
+            unit.link = tier.link
+            unit.on_read = tier.wait_for if tier.runner.is_late else None
+        if tier.runner.is_late or any(chunk.is_on_host for chunk in self._chunks):
             for part in self._module.modules():
                 part.register_state_dict_pre_hook(tier.settle)
                 part.register_load_state_dict_pre_hook(tier.settle)
@@ -232,14 +233,16 @@ class Engine:
         """Mark the finished module as sharded, and watch reads and writes of its parameters from now on.
 
         Args:
-            parameters: All packed parameters, with their sharding metadata.
+            parameters: All packed parameters.
         """
         on_written(parameters, self.refresh)
         mark_packed(parameters)
         for entry in (self._module, *called(self._module)):
             setattr(entry, ENGINE, self)
         if self._gatherer is not None:
-            self._gatherer.guard(self.refresh)
+            # Writes to a shard on the host of an accelerator must not race with its copies to the device.
+            settle = (lambda: None) if self._disk_tier is None else self._disk_tier.settle
+            self._gatherer.guard(settle, self.refresh)
 
     @contextmanager
     def no_sync(self, *, keep: bool = True) -> Iterator[None]:

@@ -136,15 +136,16 @@ class Gatherer:
             for unit in hidden:
                 unit.hide()
 
-    def guard(self, written: Callable[[], None]) -> None:
+    def guard(self, settle: Callable[[], None], written: Callable[[], None]) -> None:
         """Let freed parameters raise if a caller reads them like full parameters, from now on.
 
         Args:
+            settle: Function that is called before this rank's shard is written on the host of an accelerator.
             written: Function that is called when this rank's shard of a freed parameter was written.
         """
         for unit in self._units:
             for chunk in unit.chunks:
-                chunk.guard(written)
+                chunk.guard(settle, written)
 
     def fail(self) -> None:
         """Gather in the rest of a failed pass what other ranks gather: see `Executor.fail`."""

@@ -245,9 +245,10 @@ def shard(
         offload=offload_plan,
         room=room,
     )
-    # The metadata describes the optimizer's slices, which exist only once the engine was made.
-    record_(chunks, records, _same_shares(shares, each))
     engine.watch(parameters)
+    # The metadata describes the optimizer's slices, which exist only once the engine was made, and shards on a host,
+    # which their parameters refer to only once they are watched.
+    record_(chunks, records, _same_shares(shares, each))
     if abstract and filler is None:
         Unwritten(module, [tensor for tensor in abstract if not tensor.is_meta], engine.reset)
     return module, optimizer

@@ -48,7 +48,8 @@ class Offload:
     On a CPU, "device" and "host" are the same memory: data of the host tier is counted separately and never moves. On
     an accelerator, `optimizer` may be offloaded, to pinned memory of the host or to a disk. The optimizer then steps
     copies of the parameters on the host, and the gradients follow it there: the device sends gradients as they are
-    reduced, and receives updated parameters. `parameters` and `gradients` must be "device".
+    reduced, and receives updated parameters. `parameters` may be offloaded to the host if all of the optimizer is
+    offloaded; it then steps them there. `gradients` must be "device".
 
     Args:
         optimizer: Tier of the optimizer's state: "device", "host" or "disk"; a fraction from 0 to 1 on the host; or

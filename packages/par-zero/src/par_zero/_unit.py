@@ -17,6 +17,7 @@ from torch import nn
 from ._collectives import Handle, all_gather
 from ._torch_private import without_new_version
 from .layout.chunk import Chunk
+from .offload.link import MemoryLink
 from .watch.outputs import SideOutputs
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class Unit:
         outer: Numbers of the units around this unit.
         side: Tensors that the modules store in attributes instead of returning them.
         shards: Reader of this rank's shards that are stored on a disk. None: all shards are in memory.
+        link: Link from the host of an accelerator, which copies shards to the device.
         on_read: Function that is called with the chunks before this rank's shards are read, because a step of them may
             be in progress. None: the shards are always up to date.
     """
@@ -77,6 +79,7 @@ class Unit:
         self.outer = frozenset(outer)
         self.side = SideOutputs([])
         self.shards: DiskShards | None = None
+        self.link = MemoryLink()
         self.on_read: Callable[[Sequence[Chunk]], None] | None = None
         self._handles: list[Handle] = []
 
@@ -88,7 +91,7 @@ class Unit:
     @property
     def device(self) -> torch.device:
         """Device of the parameters; the CPU if the unit has no parameters."""
-        return self.chunks[0].own.device if self.chunks else torch.device("cpu")
+        return self.chunks[0].device if self.chunks else torch.device("cpu")
 
     @property
     def gathered(self) -> bool:
@@ -125,15 +128,20 @@ class Unit:
             chunk.resize_(chunk.layout.size)
             # Autograd has saved views of this buffer. It would reject them in backward if their version increased.
             with without_new_version(chunk.flat):
-                self._handles.append(all_gather(chunk.flat, self._share(chunk, chunk.flat), chunk.groups.gathers))
+                self._handles.append(self._begin_all_gather(chunk, chunk.flat))
 
-    def _share(self, chunk: Chunk, flat: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shard of a chunk in memory. A shard on disk is read to its position in `flat`."""
-        if self.shards is None or not self.shards.has(chunk):
-            return chunk.own
-        share = chunk.share_in(flat)
-        self.shards.fetch_(chunk, share)
-        return share
+    def _begin_all_gather(self, chunk: Chunk, flat: torch.Tensor) -> Handle:
+        """Begin the all-gather of a chunk. A shard on disk or on the host gets to its position in `flat` first."""
+        share = chunk.own
+        if chunk.is_on_host:
+            share = chunk.share_in(flat)
+            # The stream of the copy issues the all-gather, so that the stream that computes waits for both in `wait`.
+            with self.link.fetch(chunk, share):
+                return all_gather(flat, share, chunk.groups.gathers)
+        if self.shards is not None and self.shards.has(chunk):
+            share = chunk.share_in(flat)
+            self.shards.fetch_(chunk, share)
+        return all_gather(flat, share, chunk.groups.gathers)
 
     def expect(self) -> None:
         """Prefetch this rank's shards from disk, if the unit is freed: it is gathered next."""
@@ -150,19 +158,24 @@ class Unit:
         handles = []
         for chunk in self.chunks:
             # A buffer of its own: the caller still uses the gathered parameters in `chunk.flat`.
-            unused = torch.empty(chunk.layout.size, dtype=chunk.own.dtype, device=chunk.own.device)
-            handles.append(all_gather(unused, self._share(chunk, unused), chunk.groups.gathers))
+            unused = torch.empty(chunk.layout.size, dtype=chunk.own.dtype, device=chunk.device)
+            handles.append(self._begin_all_gather(chunk, unused))
         meanwhile()
-        for handle in handles:
-            handle.wait()
+        self._wait_for(handles)
 
     def wait(self) -> None:
         """Wait until the all-gathers in flight have filled the memory."""
-        for handle in self._handles:
-            handle.wait()
+        self._wait_for(self._handles)
         self._handles.clear()
         if self.state is State.ARRIVING:
             self.state = State.HIDDEN
+
+    def _wait_for(self, handles: Sequence[Handle]) -> None:
+        for handle in handles:
+            handle.wait()
+        # A single rank gathers nothing, so no handle waits for the copies from the host.
+        if handles:
+            self.link.wait_for(self.chunks)
 
     def gather(self) -> None:
         """Show the full parameters, from any state. All-gathers over the group if the unit is freed."""

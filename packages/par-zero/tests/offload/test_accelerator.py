@@ -18,6 +18,8 @@ MAKERS = {name: OPTIMIZERS[name] for name in ("fused", "foreach")} | {
 HOST = {"optimizer": "host", "piece": "8KiB"}
 HALF = {"optimizer": 0.5, "piece": "8KiB"}
 NOT_LATE = {**HOST, "overlap": False}
+SHARDS = {**HOST, "parameters": "host"}
+HALF_OF_SHARDS = {**HOST, "parameters": 0.5}
 BF16 = {"param_dtype": torch.bfloat16}
 WIDER_SUMS = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
@@ -81,6 +83,18 @@ def trained(
 @on_device
 def test_state_on_host_changes_no_number(stage, make, offload):
     assert_same(trained(stage, Offload(**offload), make=make), trained(stage, make=make))
+
+
+@for_each(
+    make=("fused", storm("foreach"), storm("sgd")),
+    precision=(None, BF16, storm(WIDER_SUMS)),
+    offload=(SHARDS, HALF_OF_SHARDS, {**SHARDS, "overlap": False}),
+    microbatches=(1, 2),
+)
+@on_device
+def test_parameters_on_host_change_no_number(make, precision, offload, microbatches):
+    how = {"make": make, "precision": precision, "microbatches": microbatches}
+    assert_same(trained(3, Offload(**offload), **how), trained(3, **how))
 
 
 @for_each(stage=(0, storm(1), storm(2), 3), optimizer=("disk", {"host": 0.3, "disk": 0.4}), precision=(None, BF16))
@@ -276,8 +290,6 @@ def test_unsupported_tiers_raise_errors_with_a_fix():
         optimizer = torch.optim.AdamW(module.parameters(), capturable=offload.pop("capturable", False))
         shard(module, optimizer, stage=3, group=dist.group.WORLD, offload=offload)
 
-    with pytest.raises(ValueError, match="remove parameters, and pass optimizer='host'"):
-        sharded(parameters="host")
     with pytest.raises(ValueError, match="remove gradients, and pass optimizer='host'"):
         sharded(gradients="host")
     with pytest.raises(ValueError, match=r"such as optimizer=0\.5, and remove budget"):

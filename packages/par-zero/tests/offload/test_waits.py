@@ -13,14 +13,17 @@ from torch import nn
 
 from par_groups import settle_
 from par_testing import Accelerator, StrictDeviceError, storm
-from par_zero import Offload, shard, summon
+from par_zero import Offload, _unit, shard, summon
 from par_zero.offload import host_gradients, link, swapper, tier
+from par_zero.watch import freed
 
 WAITS = {
-    link: r"\.(wait_event|synchronize|arrive)\(",
+    link: r"\.(wait_event|synchronize|arrive|begin_step)\(",
     host_gradients: r"\.(wait_event|synchronize)\(",
     swapper: r"\.(finish_copies_in|arrive)\(",
-    tier: r"_link\.(begin_step|wait_for|settle)\(|runner\.wait_for\(",
+    tier: r"link\.(begin_step|wait_for|settle)\(|runner\.wait_for\(",
+    _unit: r"link\.wait_for\(",
+    freed: r"freed\.settle\(",
 }
 """Statements that order two accesses, by module."""
 
@@ -51,10 +54,12 @@ class Blocks(nn.Module):
 
 
 def trained(
+    *,
     stage=2,
     precision=None,
     microbatches=1,
     between=lambda _module, _optimizer: None,
+    parameters="device",
     overlap="auto",
     make=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
 ):
@@ -63,7 +68,7 @@ def trained(
     torch.manual_seed(0)
     module = Blocks().to("strict")
     optimizer = make(module.parameters())
-    offload = Offload(optimizer="host", piece="4KiB", ahead=1, overlap=overlap)
+    offload = Offload(optimizer="host", parameters=parameters, piece="4KiB", ahead=1, overlap=overlap)
     group = dist.group.WORLD
     update = {"elementwise": True}
     how = {"overlap": {"bucket": 9000}, "precision": precision, "update": update}
@@ -93,6 +98,12 @@ def read_gradients(_, optimizer):
         assert all(torch.stack([tensor.grad.norm() for tensor in group["params"]]).isfinite())
 
 
+def write_a_shard(module, _):
+    weight = module.blocks[-1][0].weight  # a gradient of it has come, so its last copy to the device may still run
+    with torch.no_grad():
+        weight.copy_(torch.full(weight.shape, 0.01, dtype=weight.dtype))
+
+
 def step_once_more(_, optimizer):
     optimizer.step()
 
@@ -117,6 +128,14 @@ RUNS = {
     "microbatches": {"microbatches": 2},
     "masters": {"precision": {"param_dtype": torch.bfloat16}},
     "not late": {"overlap": False},
+    "parameters on the host": {"stage": 3, "parameters": "host"},
+    "masters and parameters on the host": {
+        "stage": 3,
+        "parameters": "host",
+        "precision": {"param_dtype": torch.bfloat16},
+        "overlap": False,
+    },
+    "writes of a shard": {"stage": 3, "parameters": "host", "between": write_a_shard},
     "reads of parameters": {"between": read_parameters},
     "reads of gradients": {"between": read_gradients},
     "two steps by one gradient": {"between": step_once_more},

@@ -94,6 +94,7 @@ class Chunk:
             copy are on a disk, the parts of `own` that are stepped separately.
         slices: Tensors of the optimizer that hold `master`.
         wholes: Tensors of the optimizer into which its parameters are assembled.
+        device: Device that computes with the parameters. `own` and `elsewhere` may be on its host.
         number: Index in the order in which gradients are expected; -1 if the chunk gets none.
         home: Tiers of its parameters and reduced gradients between passes, by which bytes are counted.
         meter: Meter of gathered parameters, gradients and buffers: the engine's, once the engine exists.
@@ -111,7 +112,7 @@ class Chunk:
         reduce_dtype: torch.dtype,
         items: tuple[int, ...],
     ) -> None:
-        self.members, self.layout, self.stage = tuple(members), layout, stage
+        self.members, self.layout, self.stage, self.device = tuple(members), layout, stage, packed.device
         self.groups, self.meter, self.home = groups, Meter(), Home()
         self._guards = False
         low, high = self.updated
@@ -169,6 +170,11 @@ class Chunk:
     def label(self) -> str:
         """Names of its first and its last parameter, for messages about its collectives."""
         return " to ".join(dict.fromkeys((self.name, self.members[-1].names[0])))
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether this rank's shard is on the host of an accelerator, from where it is copied before a gather."""
+        return self.own.device != self.device
 
     @property
     def owner(self) -> int:
@@ -266,26 +272,32 @@ class Chunk:
     def show_share(self) -> None:
         """Make the parameters flat views of this rank's shard in `own`. Stage 3 only."""
         low, high = self.share
+        # If a parameter changed its device, torch would replace the node that accumulates its gradient, and the graph
+        # of a pass would have several of them. So the parameter stays on its device, and refers to its shard.
+        nothing = self.own.new_empty(0, device=self.device) if self.is_on_host else None
         for member, (start, stop) in zip(self.members, self.layout.slots, strict=True):
             # A parameter outside of this rank's shard becomes an empty view.
             first, parameter = min(max(start, low), high), member.parameter
             if type(parameter) is FreedParameter:
                 object.__setattr__(parameter, "__class__", nn.Parameter)
-            parameter.data = self.own[first - low : max(first, min(stop, high)) - low]
+            part = self.own[first - low : max(first, min(stop, high)) - low]
+            parameter.data = part if nothing is None else nothing
             # A subclass of the user's may have operations of its own, so its class does not change.
             if self._guards and type(parameter) is nn.Parameter:
+                parameter.par_freed.on_host = None if nothing is None else part  # type: ignore[attr-defined]
                 parameter.__class__ = FreedParameter
 
-    def guard(self, written: Callable[[], None]) -> None:
+    def guard(self, settle: Callable[[], None], written: Callable[[], None]) -> None:
         """Make reads of sharded parameters as if they were full raise an error from now on.
 
         Args:
+            settle: Function that is called before a write to a shard on the host of an accelerator.
             written: Function that is called after a write to a shard.
         """
         low, high = self.share
         for member, (start, stop) in zip(self.members, self.layout.slots, strict=True):
             first = min(max(start, low, start), max(high, start), stop) - start
-            freed = Freed(name=member.names[0], shape=member.shape, start=first, written=written)
+            freed = Freed(name=member.names[0], shape=member.shape, start=first, settle=settle, written=written)
             member.parameter.par_freed = freed  # type: ignore[attr-defined]  # a tensor takes attributes
         self._guards = True
         self.show_share()

@@ -156,9 +156,9 @@ class ChunkGradients:
         """Return zeros in place of the gradients, for a sum that other ranks wait for, and memory for the result."""
         chunk = self.chunk
         low, high = chunk.share
-        flat = torch.zeros(chunk.layout.size, dtype=chunk.reduce_dtype, device=chunk.own.device)
+        flat = torch.zeros(chunk.layout.size, dtype=chunk.reduce_dtype, device=chunk.device)
         # The result is not used, but other ranks' reductions need a receiver on this rank.
-        shard = torch.empty(high - low, dtype=chunk.reduce_dtype, device=chunk.own.device)
+        shard = torch.empty(high - low, dtype=chunk.reduce_dtype, device=chunk.device)
         for tensor in (flat, shard):
             attributes.LABEL.set(tensor, chunk.label)
         return flat, shard
@@ -174,7 +174,7 @@ class ChunkGradients:
             return chunk.share_in(buffer)
         if self._shard is None:
             low, high = chunk.share
-            self._shard = torch.empty(high - low, dtype=chunk.reduce_dtype, device=chunk.own.device)
+            self._shard = torch.empty(high - low, dtype=chunk.reduce_dtype, device=chunk.device)
             attributes.LABEL.set(self._shard, chunk.label)
             if chunk.home.gradients != "host":
                 chunk.meter.add(GRADIENTS, self._shard.nbytes)
@@ -295,7 +295,7 @@ class ChunkGradients:
         """Return `buffer`, with zeros in its padding."""
         chunk = self.chunk
         if self.buffer is None:
-            size, device = chunk.layout.size, chunk.own.device
+            size, device = chunk.layout.size, chunk.device
             if chunk.stage.shards_gradients:
                 # Sharded gradients need the buffer only until their reduction, so a pool lends it to one chunk after
                 # another.
@@ -321,7 +321,7 @@ class ChunkGradients:
         if not held:
             return None
         low, high = chunk.share
-        earlier = torch.zeros(high - low, dtype=chunk.reduce_dtype, device=chunk.own.device)
+        earlier = torch.zeros(high - low, dtype=chunk.reduce_dtype, device=chunk.device)
         for part in held:
             start, stop = max(part.start, low), min(part.stop, high)
             if part.tensor.grad is not None and start < stop:

@@ -58,6 +58,19 @@ class MemoryLink:
         """
         target.copy_(source)
 
+    def fetch(self, chunk: Chunk, target: torch.Tensor) -> AbstractContextManager[Any]:
+        """Begin to copy this rank's shard of a chunk from the host.
+
+        Args:
+            chunk: Chunk whose shard is on the host.
+            target: Memory on the device. Earlier work on the current stream may still use it.
+
+        Returns:
+            Context in which work is queued behind the copy. The current stream waits for the copy in `wait_for`.
+        """
+        target.copy_(chunk.own)
+        return nullcontext()
+
     def finish_copies_in(self, chunk: Chunk) -> None:
         """Let the host wait for the copies to a chunk's parameters, before it writes their sources."""
 
@@ -99,6 +112,9 @@ class DeviceLink(MemoryLink):
 
     def copy_in(self, chunk: Chunk, target: torch.Tensor, source: torch.Tensor) -> None:
         """See `MemoryLink`."""
+        if target.is_cpu:  # the shard that units fetch
+            target.copy_(source)
+            return
         # A pinned source in the right dtype needs no buffer: the host does not write it before `finish_copies_in`.
         in_place = source.dtype == target.dtype and source.is_pinned()
         rounded = source if in_place else self._rounded(source, target.dtype)
@@ -124,6 +140,12 @@ class DeviceLink(MemoryLink):
         rounded = buffer[:size].view(dtype)
         rounded.copy_(source)
         return rounded
+
+    def fetch(self, chunk: Chunk, target: torch.Tensor) -> AbstractContextManager[Any]:
+        """See `MemoryLink`."""
+        self.begin_step()
+        self.copy_in(chunk, target, chunk.own)
+        return self._module.stream(self.into)  # type: ignore[no-any-return]
 
     def finish_copies_in(self, chunk: Chunk) -> None:
         """See `MemoryLink`."""

@@ -42,6 +42,7 @@ class OffloadPlan:
         shard_starts: First byte in the file of this rank's shard of each chunk's parameters. None: not in the file.
         disk: The file. None: nothing is on a disk, on any rank.
         slabs: Pinned memory for the optimizer's copies on the host tier of an accelerator. None: all is on a CPU.
+        shard_slabs: Pinned memory for parameters on the host tier of an accelerator, as `slabs`.
         depth: Number of pieces in memory at a time.
         late: Whether pieces are stepped after the optimizer's own step has returned.
     """
@@ -50,6 +51,7 @@ class OffloadPlan:
     shard_starts: Sequence[int | None]
     disk: Disk | None
     slabs: PinnedSlabs | None
+    shard_slabs: PinnedSlabs | None
     depth: int
     late: bool
 
@@ -110,20 +112,23 @@ def plan_offload(
         on_disk = each.home.parameters == "disk"
         shard_starts.append(size if on_disk else None)
         size += pages(plan.layout.shard * plan.dtype_in_use(options).itemsize) if on_disk else 0
-    slabs: PinnedSlabs | None = None
-    if not is_on_cpu:
-        on_host = [
-            (part.stop - part.start) * plan.dtype.itemsize
-            for plan, each in zip(plans, tiers, strict=True)
-            for part in each.pieces or ()
-            if part.tier == "host"
-        ]
-        slabs = PinnedSlabs(sum(on_host))
+    copies = [
+        (part.stop - part.start) * plan.dtype.itemsize
+        for plan, each in zip(plans, tiers, strict=True)
+        for part in each.pieces or ()
+        if part.tier == "host" and (each.home.parameters == "device" or plan.dtype_in_use(options) != plan.dtype)
+    ]
+    shards = [
+        plan.layout.shard * plan.dtype_in_use(options).itemsize
+        for plan, each in zip(plans, tiers, strict=True)
+        if each.home.parameters == "host"
+    ]
     return OffloadPlan(
         chunks=tiers,
         shard_starts=shard_starts,
         disk=Disk(offload.folder, size, offload.threads) if offload.uses_disk else None,
-        slabs=slabs,
+        slabs=None if is_on_cpu else PinnedSlabs(sum(copies)),
+        shard_slabs=None if is_on_cpu else PinnedSlabs(sum(shards)),
         depth=offload.ahead,
         # On a CPU, a thread would compete with the forward.
         late=offload.overlap is True or (offload.overlap == "auto" and not is_on_cpu),
@@ -207,8 +212,9 @@ def assign_tiers(
     laid_out = lay_out_blocks(
         (
             part.stop - part.start,
-            # On the host of an accelerator, the optimizer steps a copy of the parameters, in any dtype.
-            ({} if is_on_cpu else {COPY: plan.dtype}) | dict(slots[part.group, plan.dtype, plan.kept])
+            # On the host of an accelerator, the optimizer steps a copy of the device's parameters, in any dtype.
+            ({} if is_on_cpu or homes[plan].parameters == "host" else {COPY: plan.dtype})
+            | dict(slots[part.group, plan.dtype, plan.kept])
             if part.tier == "disk"
             else {},
             plan.dtype if homes[plan].gradients == "disk" else None,
@@ -254,23 +260,29 @@ def offload_chunk_(plan: OffloadPlan | None, number: int, chunk: Chunk) -> None:
     chunk.home = tiers.home
     parts = [part for part in tiers.pieces or () if part.in_pieces]
     places: dict[int, torch.Tensor] = {}
+    # If the shard is on the host, too, and in the same dtype, the optimizer steps the shard itself.
+    is_copied = tiers.home.parameters == "device" or chunk.master is not chunk.own
     for part, block in zip(parts, tiers.blocks, strict=True):
-        if plan.slabs is not None and part.tier == "host":
+        if plan.slabs is not None and part.tier == "host" and is_copied:
             places[part.start] = plan.slabs.take(chunk.master.dtype, part.stop - part.start)
         elif plan.disk is not None and block.copy_size:
             places[part.start] = tensors_in(plan.disk, block)[COPY]
     if places:
         chunk.move_master_(places)
     start, (low, high) = plan.shard_starts[number], chunk.share
+    shard: torch.Tensor | None = None
     if plan.disk is not None and start is not None:
         shard = plan.disk.tensor(start, chunk.own.dtype, high - low)
+    elif plan.shard_slabs is not None and tiers.home.parameters == "host":
+        shard = plan.shard_slabs.take(chunk.own.dtype, high - low)
+    if shard is not None:
         shard.copy_(chunk.own)
         # Checkpoints recognize parameters by their storage, so a piece has the same one. It has a version of its own,
         # by which a write to one piece leaves prefetched data of the other pieces valid.
         stepped = {
             part.start: shard.new_empty(0).set_(
                 shard.untyped_storage(),
-                part.start - low,
+                shard.storage_offset() + part.start - low,
                 (part.stop - part.start,),  # type: ignore[call-overload]
             )
             for part in parts

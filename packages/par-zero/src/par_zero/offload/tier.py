@@ -124,6 +124,9 @@ class DiskTier:
         optimizers: All optimizers, which methods name by number.
         groups: Process groups whose ranks raise errors of disks and step threads together.
         device: Device of the all-reduces over these groups.
+
+    Attributes:
+        link: Link between the device and its host.
     """
 
     def __init__(
@@ -142,7 +145,7 @@ class DiskTier:
         # only. An error of a step that is not late is raised by the program's own call.
         raises_together = plan.disk is not None or (plan.late and device.type == "cpu")
         self.errors = DiskErrors(plan.folder, groups if raises_together else (), device)
-        self._link = link_of(chunks[0].flat.device, plan.depth)
+        self.link = link_of(chunks[0].flat.device, plan.depth)
         self.runner = StepRunner(late=plan.late)
         starts = {chunk: start for chunk, start in zip(chunks, plan.shard_starts, strict=True) if start is not None}
         self.shards = DiskShards(disk, starts, self.runner.is_pending, self.errors)
@@ -167,11 +170,11 @@ class DiskTier:
         self.gradients = DiskGradients(disk, gradients, self.errors)
         self.gradient_stores: list[GradientStore] = [self.gradients]
         self._host_gradients: HostGradients | None = None
-        if isinstance(self._link, DeviceLink):
-            self._host_gradients = HostGradients(self._link, on_host)
+        if isinstance(self.link, DeviceLink):
+            self._host_gradients = HostGradients(self.link, on_host)
             self.gradient_stores.append(self._host_gradients)
         size = max((piece.size for piece in self._pieces if not piece.in_memory), default=0)
-        self._swapper = StateSwapper(disk, size, plan.depth, self.errors, self.runner.finish_piece, self._link)
+        self._swapper = StateSwapper(disk, size, plan.depth, self.errors, self.runner.finish_piece, self.link)
         self._stepped: list[OffloadedOptimizer] = []  # in the order of their steps since the latest backward began
 
     @property
@@ -182,7 +185,7 @@ class DiskTier:
     def buffer_bytes(self) -> int:
         """Bytes of all staging buffers in host memory."""
         found = self._swapper.buffer_bytes + self.shards.buffer_bytes + self.gradients.buffer_bytes
-        return found + self._link.buffer_bytes
+        return found + self.link.buffer_bytes
 
     @property
     def stored_bytes(self) -> dict[str, int]:
@@ -326,16 +329,16 @@ class DiskTier:
             self._run(own, own.step)
         else:
             own.end_step()
-            self._link.wait_for()
+            self.link.wait_for()
 
     def _run(self, own: OffloadedOptimizer, step: OffloadedStep) -> None:
         """Step the pieces of an optimizer, or start that in the thread."""
-        self._link.begin_step()
+        self.link.begin_step()
 
         @torch.inference_mode(mode=False)  # tensors of inference mode have no versions
         @torch.no_grad()
         def job() -> None:
-            with self._link.on_device():
+            with self.link.on_device():
                 step_all()
 
         def step_all() -> None:
@@ -399,14 +402,14 @@ class DiskTier:
     def wait_for(self, chunks: Sequence[Chunk]) -> None:
         """Wait until some chunks are updated: the host for the thread, and the current stream for the copies."""
         self.runner.wait_for(chunks)
-        self._link.wait_for(chunks)
+        self.link.wait_for(chunks)
 
     def join(self) -> None:
         """Wait until all pieces are updated, as `wait_for` does."""
         if self.runner.join():
             for own in self._optimizers:
                 own.end_step()
-            self._link.wait_for()
+            self.link.wait_for()
 
     @torch.no_grad()
     def settle(self, *_: object) -> None:
@@ -422,7 +425,7 @@ class DiskTier:
         self._swapper.drop_reads()
         self._swapper.finish_writes()
         self.shards.drop_reads()
-        self._link.settle()
+        self.link.settle()
 
     def before_step(self, owner: int) -> None:
         """Wait for an optimizer's earlier step in the step thread.

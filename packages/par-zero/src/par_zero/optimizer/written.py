@@ -293,7 +293,7 @@ class Writes:
         found = self._watches[number].found
         if self._all_see[number]:
             return found
-        device = self._sharers.device_of_flags(self._stepped[number][0].own.device)
+        device = self._sharers.device_of_flags(self._stepped[number][0].device)
         flag = torch.tensor([int(found)], device=device)
         for group in self._sharers.agreeing:
             dist.all_reduce(flag, dist.ReduceOp.MAX, group)

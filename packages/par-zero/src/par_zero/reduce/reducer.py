@@ -91,7 +91,7 @@ class Reducer:
         self.hooks = BackwardHooks()
         self.usage = GradientUsage(self.gradients, sharers)
         single = all(chunk.groups.replicas is None and chunk.stage.shards_state for chunk in chunks)
-        on_cpu = all(chunk.own.is_cpu for chunk in chunks)
+        on_cpu = all(chunk.device.type == "cpu" for chunk in chunks)
         # The host launches work far ahead of a GPU, so it never finds a collective complete. The GPU waits instead.
         # Otherwise all gradients would be in memory, and the collectives after a reduce-scatter would begin last.
         lends = any(chunk.stage.shards_gradients for chunk in chunks)

@@ -47,7 +47,7 @@ class GradientUsage:
     @property
     def device(self) -> torch.device:
         """Device of flags that the host reads."""
-        return self._sharers.device_of_flags(self._gradients[0].chunk.own.device)
+        return self._sharers.device_of_flags(self._gradients[0].chunk.device)
 
     def add(self, number: int, used: Sequence[int]) -> None:
         """Add the members of a chunk that had a gradient in the current pass on this rank.

@@ -29,13 +29,18 @@ class Freed:
         name: Name of the parameter in the module.
         shape: Shape of the full parameter.
         start: Index of the first element that this rank stores, in the flattened parameter.
+        settle: Function that is called before this rank's shard is written on the host of an accelerator, which may
+            still copy it to the device.
         written: Function that is called when this rank's shard was written.
+        on_host: This rank's shard on the host of an accelerator. None: it is the parameter's own memory.
     """
 
     name: str
     shape: torch.Size
     start: int
+    settle: Callable[[], None]
     written: Callable[[], None]
+    on_host: torch.Tensor | None = None
 
 
 class Guarded(torch.Tensor):
@@ -106,6 +111,11 @@ class Guarded(torch.Tensor):
 class FreedParameter(Guarded, nn.Parameter):
     """A freed parameter: an ordinary parameter whose class was changed. `Chunk` changes it back with a gather."""
 
+    @property
+    def par_part(self) -> torch.Tensor:
+        """See `Guarded`."""
+        return super().par_part if self.par_freed.on_host is None else self.par_freed.on_host
+
 
 class FreedPart(Guarded):
     """The shard of a freed parameter that `detach()`, `data` and a state dict return."""
@@ -145,8 +155,12 @@ def _copied(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an operation that copies or views a freed parameter, and return its result as a guarded shard."""
     with without_torch_functions():
         made = func(*args, **kwargs)
-    # Some operations, such as `to` of the same dtype, return the parameter itself, which callers may check by `is`.
-    return args[0] if made is args[0] else _guard(made, args[0])
+        # Some operations, such as `to` of the same dtype, return the parameter itself, which callers may check by `is`.
+        if made is args[0]:
+            return made
+        if isinstance(args[0], FreedParameter) and args[0].par_freed.on_host is not None:
+            made = func(args[0].par_part, *args[1:], **kwargs)
+    return _guard(made, args[0])
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -163,6 +177,8 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         source = source.detach().reshape(-1)[freed.start : freed.start + mine.numel()]
     else:
         _refuse(func, args, kwargs)
+    if freed.on_host is not None:
+        freed.settle()
     mine.copy_(source)
     freed.written()
     return target
