@@ -137,8 +137,8 @@ TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, m) {
 
 // Attention as one operator, where the CPU has it so: a GPU does not make the matrix of all scores either.
 static int64_t choose_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor&,
-                                const std::optional<at::Tensor>& bias, double dropout, bool, std::optional<double>, bool) {
-  bool fits = q.dim() == 4 && q.size(1) == k.size(1) && dropout == 0 && !(bias && bias->requires_grad());
+                                const std::optional<at::Tensor>& bias, double dropout, bool, std::optional<double>, bool gqa) {
+  bool fits = q.dim() == 4 && (gqa || q.size(1) == k.size(1)) && dropout == 0 && !(bias && bias->requires_grad());
   return int64_t(fits ? at::SDPBackend::overrideable : at::SDPBackend::math);
 }
 
