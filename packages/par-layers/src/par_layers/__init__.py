@@ -29,6 +29,7 @@ from .experts.products import Activation, grouped_linear, grouped_weight_gradien
 from .experts.router import Router, Routing
 from .experts.selection import ExpertConfig, RouterConfig, select_experts
 from .experts.step import LossFactor, RouterLosses, adds_losses, update_correction_bias_
+from .layers.dropout import active_dropouts
 from .layers.parameter import constant, normal, uniform
 from .layers.partial_gradients import PartialGradientReducer
 from .models.compare import PlanComparison, verify_plan
@@ -104,6 +105,7 @@ __all__ = [
     "Tokens",
     "TransformerShape",
     "WeightSharding",
+    "active_dropouts",
     "adds_losses",
     "all_gather_to",
     "all_to_all",

@@ -13,17 +13,17 @@ from par_precision.exact.grid import on_grid
 from par_precision.exact.squares import exact_squares, squares_of
 from par_testing import storm
 from par_train import Strategy
-from par_train.strategy.canonical import warn_of_other_bits
+from par_train.strategy.canonical.environment import warn_of_other_bits
 from par_zero import MixedPrecision
 
 LANES, TIME, STEPS, CLIP = 12, 16, 4, 0.5
 """1, 2, 3 and 4 data ranks divide the lanes; the norm is above the clip in each step."""
 
 
-def llama():
+def llama(**more):
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)).train()
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, **more)).train()
 
 
 def batch_of(step):
@@ -95,7 +95,8 @@ def train(strategy, model, optimizer, schedule, steps):
         strategy.execute_pipeline(iter([own]), model, None, optimizer)
         done = optimizer.step()
         optimizer.zero_grad()
-        schedule.step()
+        if schedule is not None:
+            schedule.step()
     return float(done.grad_norm)
 
 
@@ -210,6 +211,79 @@ def test_a_gradient_that_is_twice_too_large_is_found_by_name():
     assert "model.layers.1.mlp.up_proj.weight" in names
 
 
+# Dropout
+
+
+def dropping():
+    """A seed of its own: the strategy has seeded the generator by the rank."""
+    torch.manual_seed(1)
+    return nn.Sequential(*(Dropping(8) for _ in range(4)))
+
+
+def digest_of_dropping(options, *, steps=3, drops=True):
+    """The digest of a model with dropout, and the masks of its first layer in the last step, by lane."""
+    with Strategy(numerics="canonical", lanes=4, **options) as strategy:
+        model = dropping() if drops else dropping().eval()
+        model, optimizer = strategy.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        model.train(drops)
+        for step in range(steps):
+            rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+            ranks = strategy.groups.size("data")
+            mine = rows.chunk(ranks)[strategy.groups.rank("data")]
+            strategy.execute_pipeline(iter([(mine, mine)]), model, nn.functional.mse_loss, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        return str(strategy.digest(model))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recompute", [None, "layers"])
+def test_dropout_drops_the_same_elements_under_every_topology(recompute):
+    pipelines = [{"parallel": {"pipeline": 2}, "pipeline": {"schedule": name}} for name in ("1f1b", "zb_v")]
+    options = [{"zero": 3}, {"zero": 0}, *pipelines]
+    found = {digest_of_dropping({**each, "recompute": recompute}) for each in options}
+    assert len(found) == 1
+    assert found != {digest_of_dropping({}, drops=False)}
+
+
+@pytest.mark.ranks(2)
+def test_dropout_of_attention_and_of_adapters_has_one_digest(tmp_path):
+    peft = pytest.importorskip("peft")
+    if torch.distributed.get_rank() == 0:
+        llama(attention_dropout=0.1).save_pretrained(tmp_path)
+    torch.distributed.barrier()
+    adapters = [None, peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], lora_dropout=0.1)]
+    for adapter in adapters:
+        found = set()
+        for cell in [({}, 0), ({}, 3), ({"pipeline": 2}, 1, "1f1b")]:
+            with Strategy(**options_of(*cell)) as strategy:
+                model = strategy.from_pretrained(tmp_path, adapter=adapter)
+                trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+                model, optimizer = strategy.initialize(model, torch.optim.AdamW(trained, lr=1e-2))
+                model.train()
+                train(strategy, model, optimizer, None, range(2))
+                found.add(str(strategy.digest(model)))
+        assert len(found) == 1, adapter
+
+
+@pytest.mark.ranks(1)
+def test_lanes_layers_and_steps_drop_different_elements():
+    seen = []
+    with Strategy(numerics="canonical", lanes=2) as strategy:
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Dropout(0.5)) for _ in range(2)))
+        model, optimizer = strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for block in model:
+            block[1].register_forward_hook(lambda _, args, out: seen.append(tuple((out != 0).flatten().tolist())))
+        for _ in range(2):
+            for _ in range(2):
+                before = torch.get_rng_state()
+                strategy.backward(model(torch.ones(1, 64)).mean(), optimizer)
+                assert torch.equal(torch.get_rng_state(), before)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(set(seen)) == len(seen) == 8
+
+
 # What is refused
 
 
@@ -242,22 +316,20 @@ def test_options_without_exact_sums_are_refused(options, message):
 
 
 class Dropping(nn.Module):
-    def __init__(self, layer):
+    """A layer that calls its dropout twice."""
+
+    def __init__(self, width):
         super().__init__()
-        self.up, self.layer = nn.Linear(4, 4), layer
+        self.up, self.down, self.drop = nn.Linear(width, width), nn.Linear(width, width), nn.Dropout(0.2)
 
     def forward(self, x):
-        return self.layer(self.up(x))
+        return x + self.drop(self.down(self.drop(self.up(x).relu())))
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    ("layer", "message"),
-    [(nn.Dropout(0.1), "dropout p=0.1: its random numbers"), (nn.BatchNorm1d(4), "running statistics")],
-)
-def test_layers_whose_result_depends_on_the_rank_are_refused(layer, message):
-    model = Dropping(layer)
-    with Strategy(numerics="canonical", lanes=2) as strategy, pytest.raises(ValueError, match=message):
+def test_batch_norm_is_refused():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with Strategy(numerics="canonical", lanes=2) as strategy, pytest.raises(ValueError, match="running statistics"):
         strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 

@@ -45,6 +45,9 @@ class StepRandomness:
         if self.is_seeded_by_program:
             self._program_state = torch.get_rng_state()
         self._last_seed = seed
+        self._seed_generators(seed)
+
+    def _seed_generators(self, seed: int) -> None:
         # Not torch.manual_seed, which also visits the generators of all device types that torch knows.
         torch.default_generator.manual_seed(seed)
         if self._device.type != "cpu":

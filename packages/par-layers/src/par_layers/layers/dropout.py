@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from .._random_bits import random_bits
 from ..context.tokens import Tokens
@@ -99,6 +100,24 @@ def _along(axes: Axes, length: int, device: torch.device, grid: Grid) -> Tensor:
     """Return the indices of this rank's part of a dim."""
     first = grid.index(axes) * length
     return torch.arange(first, first + length, device=device)
+
+
+def active_dropouts(model: nn.Module) -> dict[str, str]:
+    """Return the modules that drop something in training, by name, and their option, such as "p=0.1".
+
+    A module of torch has its rate in `p`. Modules that call a function, such as the attention of a transformers model,
+    have it in an attribute with "drop" in its name, such as `attention_dropout`.
+
+    Args:
+        model: Any module.
+    """
+    found = {}
+    for name, module in model.named_modules():
+        rates = {"p": module.p} if isinstance(module, ParallelDropout | _DropoutNd) else vars(module)
+        for key, rate in rates.items():
+            if (key == "p" or "drop" in key) and isinstance(rate, float) and rate > 0.0:
+                found[name] = f"{key}={rate}"
+    return found
 
 
 def draw_key() -> Tensor:

@@ -10,6 +10,7 @@ from par_groups import attributes
 
 from .._layer_set import LayerSet
 from ..context.context import Context
+from ..layers.dropout import active_dropouts
 from .causal import IGNORE_INDEX, TOKENS, next_labels, pretrained_in, unlike_causal
 
 _TARGETS = ("labels", "shift_labels", "num_items_in_batch")
@@ -40,23 +41,11 @@ def check_pretrained(model: nn.Module, context: Context, *, tensor_ranks: int, t
                 f"sequence={context.ranks}: split batches have labels of the next token, and {other}; set the axis to "
                 "1, or use a causal model, or a model without a head and a loss of your own"
             )
-        dropped = _first_dropout(pretrained) if trained else ""
-        if dropped:
+        for name, rate in active_dropouts(pretrained).items() if trained else ():
             raise ValueError(
-                f"this {type(pretrained).__name__} has {dropped}, and the {context.ranks} ranks of a sequence cannot "
-                "draw identical dropout masks; set it to 0 in the config from which you make the model"
+                f"this {type(pretrained).__name__} has {rate} in {name!r}, and the {context.ranks} ranks of a sequence "
+                "cannot draw identical dropout masks; set it to 0 in the config from which you make the model"
             )
-
-
-def _first_dropout(model: nn.Module) -> str:
-    """Return the first dropout of a model and its rate, in words; empty if the model has none."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Dropout) and module.p > 0.0:
-            return f"the dropout {name!r} of {module.p}"
-        for key, rate in vars(module).items():  # such as attention_dropout, which the module's code hands on
-            if "dropout" in key and isinstance(rate, float) and rate > 0.0:
-                return f"{key}={rate} in {name!r}"
-    return ""
 
 
 def attend_over_(model: nn.Module, context: Context) -> None:

@@ -24,7 +24,7 @@ from .._errors import TrainingError, UserError
 from ..run.metrics import load_of
 from ..run.output import say
 from ..run.stop import FAILED
-from ..strategy.canonical import warn_of_other_bits
+from ..strategy.canonical.environment import warn_of_other_bits
 from ..strategy.strategy import Strategy
 from .byte_gpt import ByteGPT
 from .checkpoint import Origin, TrainingState, write_checkpoint

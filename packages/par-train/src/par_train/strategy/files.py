@@ -13,7 +13,7 @@ from par_layers.pretrained import has_adapters
 from par_precision import MixedOptimizer
 
 from .bundles import ModelBundle
-from .canonical import warn_of_other_bits
+from .canonical.environment import warn_of_other_bits
 from .pretrained.files import PathLike, load_adapters, save_adapters, save_merged
 from .setup import Setup
 

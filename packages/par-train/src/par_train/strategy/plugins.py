@@ -34,7 +34,7 @@ from par_zero import (
     sync_module_states_,
 )
 
-from .canonical import ExactPlugin, GridPlugin
+from .canonical.plugins import ExactPlugin, GridPlugin
 from .experts import EXPERT_COPIES, share_of_experts
 from .handlers import kinds_of
 from .options import StrategyOptions

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from par_data import check_last_batch
+from par_data import StepRandomness, check_last_batch
 from par_groups import (
     EXPERTS,
     Axes,
@@ -50,6 +50,8 @@ class Setup:
     Raises:
         ValueError, TypeError: An option has a wrong value, or options differ between ranks; on every rank.
     """
+
+    randomness: StepRandomness
 
     def __init__(
         self, options: Mapping[str, Any], choose_plugins: Callable[[StrategyOptions, str], list[Plugin]]

@@ -20,7 +20,10 @@ from par_precision import MixedOptimizer
 
 from .batches import BatchReader
 from .bundles import ModelBundle
-from .canonical import GridPlugin, LaneExecution, environment_of
+from .canonical.environment import environment_of
+from .canonical.lanes import LaneExecution
+from .canonical.plugins import GridPlugin
+from .canonical.randomness import LaneRandomness
 from .execute import Criterion, Execution
 from .files import RunState, StrategyFiles
 from .initialize import check_objects, wire
@@ -73,7 +76,8 @@ class Strategy(StrategyFiles):
     @takes_options_of(StrategyOptions)
     def __init__(self, **options: Any) -> None:
         super().__init__(options, choose_plugins)
-        self.randomness = StepRandomness(self.options.seed, self.groups, self.data_axes, self.device)
+        make_randomness = StepRandomness if self.options.lanes is None else LaneRandomness
+        self.randomness = make_randomness(self.options.seed, self.groups, self.data_axes, self.device)
         self._bundles = []
         self.environment_of_bits = environment_of(self.options, self.device)
         self._state = RunState(self.randomness, self.groups.rank(self.data_axes), self.environment_of_bits)

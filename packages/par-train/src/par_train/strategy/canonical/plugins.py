@@ -1,0 +1,136 @@
+"""The plugins of canonical numerics: gradients on a grid, sums of the optimizer, and gradients of tied weights."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from par_groups import ProcessGroups, segments_of
+from par_layers import active_dropouts
+from par_pipeline import PipelineStages
+from par_precision import ExactSums
+
+from ..handlers import register_gradient_handler
+from ..plugin import Plugin
+from ..setup import Setup
+from .randomness import LaneRandomness
+
+
+class GridPlugin(Plugin):
+    """Rounds the gradients of each lane to one grid, before anything sums them."""
+
+    name = "grid"
+
+    def __init__(self) -> None:
+        self.sums: ExactSums | None = None
+        self._lanes = 1  # of this data rank
+
+    def setup_model(self, model: nn.Module, optimizer: Optimizer | None, strategy: Setup) -> nn.Module:
+        """Register hooks on the parameters, after this rank's stages are known and before anything is packed."""
+        if optimizer is None:
+            return model
+        _check(model, strategy)
+        lanes = strategy.options.lanes
+        assert lanes is not None  # noqa: S101 - the options have been checked
+        replicas = strategy.groups.size(strategy.data_axes)
+        self._lanes = lanes // replicas
+        assert isinstance(strategy.randomness, LaneRandomness)  # noqa: S101 - as `Strategy` has made it
+        strategy.randomness.attach(model, first_lane=strategy.groups.rank(strategy.data_axes) * self._lanes)
+        self.sums = ExactSums(losses=lanes, replicas=replicas)
+        self.sums.attach(model)
+        return model
+
+    @contextmanager
+    def accumulating(self, models: Iterable[nn.Module], optimizer: Optimizer) -> Iterator[None]:
+        """A context for a backward pass of one lane in a loop of the user's own.
+
+        Only the last lane of a data rank reduces. Each reduction ends with a cast to the optimizer's dtype, and a sum
+        of rounded sums would depend on how many lanes a rank has.
+        """
+        with ExitStack() as stack:
+            if optimizer.scaling.loss_weights.number + 1 < self._lanes:  # type: ignore[attr-defined]
+                for model in models:
+                    stack.enter_context(model.no_sync())  # type: ignore[operator]
+            yield
+
+
+class ExactPlugin(Plugin):
+    """Lets the optimizer take the norm and the mean from exact sums.
+
+    Args:
+        grid: The plugin that has rounded the gradients.
+    """
+
+    name = "exact"
+
+    def __init__(self, grid: GridPlugin) -> None:
+        self._grid = grid
+
+    def setup_optimizer(self, optimizer: Optimizer, model: nn.Module, strategy: Setup) -> Optimizer:
+        """Replace the sums of the optimizer that the precision plugin has made."""
+        del model, strategy
+        if self._grid.sums is not None:
+            self._grid.sums.use(optimizer)  # type: ignore[arg-type]  # the precision plugin has wrapped it
+        return optimizer
+
+
+@register_gradient_handler("exact_ties")
+class ExactTies:
+    """The gradients of weights that several pipeline stages use, kept in fp64 until all stages' gradients are summed.
+
+    Otherwise each stage's sum over lanes would be rounded to the optimizer's dtype before the last addition, which one
+    device does not do.
+
+    Args:
+        model: The model, or several.
+        optimizer: Their optimizer, after it was sharded.
+        groups: The groups of the strategy.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, groups: ProcessGroups) -> None:
+        names: set[str] = set()
+        for prefix, module in model.named_modules():
+            if isinstance(module, PipelineStages) and groups.size("pipeline") > 1:
+                names |= {f"{prefix}.{name}" if prefix else name for each in module.tied for name in each}
+        self._tensors: list[Tensor] = []
+        for group in optimizer.param_groups:
+            own = group.get("param_names") or [""] * len(group["params"])
+            for name, tensor in zip(own, group["params"], strict=True):
+                if names.intersection(segment.name for segment in segments_of(tensor, name)):
+                    tensor.grad_dtype = None  # par-zero then stores the sum in the dtype in which it was reduced
+                    self._tensors.append(tensor)
+
+    def handle_gradient(self) -> None:
+        """Round the sums to the optimizer's dtype. `pipeline_shared` has completed them."""
+        for tensor in self._tensors:
+            if tensor.grad is not None:
+                tensor.grad = tensor.grad.to(tensor.dtype)
+
+
+def _check(model: nn.Module, strategy: Setup) -> None:
+    """Check that every sum of a step is one that is made exact. A rank checks its own stages; `wire` tells the others.
+
+    Raises:
+        ValueError: Something else would depend on the topology.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.track_running_stats:
+            raise ValueError(
+                f"{name!r} is a {type(module).__name__}, whose running statistics depend on the order of lanes; "
+                "canonical numerics need a norm of single rows, such as LayerNorm or GroupNorm"
+            )
+    for name, rate in active_dropouts(model).items():
+        if "layerdrop" in rate:
+            raise ValueError(
+                f"{name!r} has {rate}: it draws between layers, so that a layer is skipped on some topologies and not "
+                "on others; set it to 0"
+            )
+    offloads = strategy.options.memory is not None or "offload" in strategy.options.zero_keywords
+    if isinstance(model, PipelineStages) and strategy.groups.size("pipeline") > 1 and any(model.tied) and offloads:
+        names = sorted(name for each in model.tied for name in each)
+        raise ValueError(
+            f"the stages share {names[0]!r}, and its gradient is offloaded before the stages have summed it; remove "
+            "memory and zero's offload, or use numerics='ordinary'"
+        )
