@@ -265,6 +265,7 @@ def test_a_device_without_float8_is_refused(monkeypatch):
     check_float8(torch.device("cuda"))
 
 
+@pytest.mark.cpu(reason="float8 runs on NVIDIA GPUs and CPUs")
 @pytest.mark.ranks([2, 4])
 def test_ranks_with_a_group_round_like_one_device_with_all_of_the_data():
     """A share of the rows each; only the first has large numbers, which turn small ones subnormal."""
@@ -291,6 +292,7 @@ def test_ranks_with_a_group_round_like_one_device_with_all_of_the_data():
         assert not torch.equal(results(alone, x[mine], gradient[mine])[0], expected[0][mine])
 
 
+@pytest.mark.cpu(reason="float8 runs on NVIDIA GPUs and CPUs")
 @pytest.mark.ranks(2)
 def test_a_nan_on_one_rank_of_a_group_is_one_on_all():
     _, layer, x, gradient = linears()
@@ -300,6 +302,7 @@ def test_a_nan_on_one_rank_of_a_group_is_one_on_all():
     assert results(layer, x, gradient)[0].isnan().all()
 
 
+@pytest.mark.cpu(reason="float8 runs on NVIDIA GPUs and CPUs")
 @pytest.mark.ranks(2)
 def test_a_dtensor_is_refused_and_fsdp_works():
     from torch.distributed.device_mesh import init_device_mesh

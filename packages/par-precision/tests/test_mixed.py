@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 
 from par_groups import kept_tensors, written_
 from par_precision import DynamicScale, Float8Linear, MasterWeights, StochasticRounding, mixed, precision_of
-from par_testing import for_each, storm
+from par_testing import default_device_type, for_each, storm
 
 from .training import MAKERS, ON_CPU, adamw, loss_of, model, train
 
@@ -292,7 +292,7 @@ def sharded(how, mesh):
 @pytest.mark.ranks(2)
 @for_each(how=["tensor parallel", "sequence parallel", "FSDP2"])
 def test_models_of_dtensors_train_as_on_one_device(how):
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(default_device_type(), (2,))
     fused_or_not = [("fp32", True), ("bf16", False), ("bf16-amp", True), ("fp16", True)]
     for precision, fused in [*fused_or_not, ("bf16-sr", True), ("bf16-sr", False)]:
         module, reference = sharded(how, mesh), model()
@@ -371,7 +371,7 @@ def test_fp8_leaves_a_linear_alone_whose_weight_is_kept():
 
 @pytest.mark.ranks(2)
 def test_mixed_kept_parameter_in_a_unit_of_fsdp2_raises_by_name():
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(default_device_type(), (2,))
     module = nn.Sequential(nn.Linear(8, 8), Router())
     fully_shard(module, mesh=mesh)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)

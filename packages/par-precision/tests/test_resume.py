@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from par_groups import written_
 from par_precision import DynamicScale, StochasticRounding, mixed
+from par_testing import default_device_type
 
 from .training import MAKERS, adamw, model, train
 
@@ -125,7 +126,7 @@ def test_masters_of_another_model_are_refused_before_anything_changes():
 @pytest.mark.filterwarnings("ignore:.*:FutureWarning")
 @pytest.mark.ranks(2)
 def test_every_rank_of_an_fsdp2_model_saves_its_masters():
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(default_device_type(), (2,))
 
     def sharded(seed):
         module = model(seed)
@@ -146,7 +147,7 @@ def test_torchs_own_checkpoints_hold_all_masters_and_moments_and_go_on_on_other_
     """Parts that do not say that they are parts would be taken for replicas, and only the first rank's saved."""
     from torch.distributed.checkpoint import load, save
 
-    meshes = init_device_mesh("cpu", (2, 1), mesh_dim_names=("both", "alone"))
+    meshes = init_device_mesh(default_device_type(), (2, 1), mesh_dim_names=("both", "alone"))
 
     def trained(mesh, steps, path=None):
         torch.manual_seed(0)

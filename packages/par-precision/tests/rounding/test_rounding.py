@@ -17,6 +17,7 @@ from par_precision import stochastic_round_
 from par_precision.rounding import tiles
 from par_precision.rounding.matrices import SPREAD, keys_of, signed
 from par_precision.rounding.rounding import Rounding, round_all_
+from par_testing import default_device_type
 
 HALVES = (torch.bfloat16, torch.float16)
 DROPPED = {torch.bfloat16: 16, torch.float16: 13}
@@ -306,7 +307,7 @@ def test_replicas_and_every_cut_of_a_dtensor_round_like_one_device():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(default_device_type(), (dist.get_world_size(),))
     for shape in [(15, 17), (123,), (4, 6, 8), (3, 2)]:
         source = torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
         for placement in [Replicate(), *(Shard(dim) for dim in range(len(shape)))]:

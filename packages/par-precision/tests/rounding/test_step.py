@@ -11,7 +11,7 @@ from torch import nn
 from par_precision import mixed, stochastic_round_
 from par_precision.rounding import rounding
 from par_precision.rounding.step import StochasticStep, stochastic_step_
-from par_testing import live_storages
+from par_testing import default_device_type, live_storages
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SHAPES = {"first": (15, 17), "second": (123,), "scale": (), "third": (3, 5, 7)}
@@ -332,7 +332,7 @@ def test_every_cut_steps_like_one_device():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(default_device_type(), (dist.get_world_size(),))
     make = OPTIMIZERS["AdamW foreach"]
     expected, _ = trained(make, steps=2)
     for placement in (Replicate(), Shard(0)):

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ._limited import limited_backend
     from ._observe import observe_results, wait_until
     from ._once import once
+    from .accelerator.by_default import default_device_type
     from .accelerator.errors import HostAccessError, RaceError, StrictDeviceError
     from .accelerator.options import Accelerator, Costs, accelerator_type
     from .accelerator.times import device_times, host_works, own_host_time, pageable_seen, races_seen, waits_seen
@@ -49,6 +50,7 @@ __all__ = [
     "accelerator_type",
     "assert_equal_to_one_device",
     "count_collectives",
+    "default_device_type",
     "device_times",
     "fail_at",
     "for_each",
@@ -77,6 +79,7 @@ __all__ = [
 ]
 
 _LATE = {
+    "accelerator.by_default": ("default_device_type",),
     "accelerator.errors": ("HostAccessError", "RaceError", "StrictDeviceError"),
     "accelerator.options": ("Accelerator", "Costs", "accelerator_type"),
     "accelerator.times": ("device_times", "host_works", "own_host_time", "pageable_seen", "races_seen", "waits_seen"),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import _device_constructors
 
 from .options import NAME
@@ -32,6 +32,15 @@ class ByDefault(TorchFunctionMode):
         if generator is None or generator.device.type == NAME:
             return func(*args, **named | {"device": NAME})
         return func(*args, **named | {"device": "cpu"}).to(NAME)
+
+
+def default_device_type() -> str:
+    """Return the type of the device on which a test's tensors are made that name none: "cpu" or "strict".
+
+    A test of DTensors makes its mesh of such devices.
+    """
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return NAME if any(isinstance(mode, ByDefault) for mode in modes) else "cpu"
 
 
 def _asked_by_test() -> bool:
