@@ -14,6 +14,7 @@ from copies import draw_copies
 from lanes import draw_lanes
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from moves import draw_moves
 from regions import draw_region
 from rooms import draw_rooms
 from sequences import draw_sequences
@@ -74,6 +75,7 @@ def main() -> None:
     draw_against(IMAGES / "against.svg")
     for name, (config, world_size) in TOPOLOGIES.items():
         Topology.from_config(config, world_size).draw(IMAGES / f"{name}.svg")
+    draw_moves(IMAGES / "reshard.svg")
     draw_layer_cost(IMAGES / "layer-cost.svg")
     draw_exposed(IMAGES / "exposed.svg")
     draw_expert_load(IMAGES / "expert-load.png")

@@ -13,7 +13,8 @@ MOST = {
     # Of these: turns of threads, the roll of ranks, what is no tensor, quantised weights, the rotation over ranks.
     # Who holds which box is told in par-groups, so that others can move state by it too.
     "save": (12, 49),
-    "load": (11, 50),  # one declares the attributes that packages set on tensors, one removes the names of wrappers
+    # One declares the attributes that packages set on tensors, one removes the names of wrappers, one is for moves too.
+    "load": (11, 51),
     # Six of them reduce: the reducer, a pass, its order, its gradients and their use; one records the program.
     "zero-step": (23, 23),
     "pipeline-step": (17, 17),

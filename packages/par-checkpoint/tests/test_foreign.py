@@ -263,7 +263,7 @@ def test_what_one_rank_misses_is_listed_on_all(tmp_path):
         load(tmp_path / "c", model=mine)
     for text in ("only.0", "only.1", "not wanted by anybody: 2.weight", "'0.bias' is torch.float32 (8,)", "(9,)"):
         assert text in str(caught.value)
-    assert "'1.bias' is torch.float32 (8,) in the files, torch.float16 (8,) in the model" in str(caught.value)
+    assert "'1.bias' is torch.float32 (8,) in the checkpoint, torch.float16 (8,) in the model" in str(caught.value)
     assert all(not tensor.any() for tensor in mine.values())
     report = load(tmp_path / "c", model=mine, strict=False)
     assert report.missing == ("only.0", "only.1")

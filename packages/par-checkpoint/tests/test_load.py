@@ -51,8 +51,8 @@ def test_everything_that_does_not_fit_is_listed_at_once_and_nothing_changes(tmp_
         load(tmp_path / "c", model=model)
     assert "nothing was changed" in str(caught.value)
     assert [line.strip() for line in str(caught.value).splitlines()[1:]] == [
-        "'shape' is torch.float32 (2, 3) in the files, torch.float32 (3, 2) in the model",
-        "'dtype' is torch.float32 (4,) in the files, torch.float16 (4,) in the model",
+        "'shape' is torch.float32 (2, 3) in the checkpoint, torch.float32 (3, 2) in the model",
+        "'dtype' is torch.float32 (4,) in the checkpoint, torch.float16 (4,) in the model",
         "missing in the checkpoint: new",
         "not wanted by anybody: more",
     ]

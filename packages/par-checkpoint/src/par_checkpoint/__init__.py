@@ -7,8 +7,10 @@ from ._load import LoadReport, load
 from ._policies import Format, Tiers, Transfer
 from ._save import save
 from ._torch_file import load_torch_file, save_torch_file
+from .live.reshard import Moved, reshard
 from .state.conversion import Conversion, TensorSlice
 from .state.expert_conversion import expert_conversion
+from .state.state import State
 from .storage.steps import prune
 from .storage.verify import VerifyReport
 from .tiers.gathered import HostShard
@@ -28,8 +30,10 @@ __all__ = [
     "Format",
     "HostShard",
     "LoadReport",
+    "Moved",
     "ReplacedError",
     "Save",
+    "State",
     "StoreError",
     "TensorSlice",
     "Tiers",
@@ -43,6 +47,7 @@ __all__ = [
     "prune",
     "read_tensor",
     "release_memory",
+    "reshard",
     "save",
     "save_torch_file",
     "verify",

@@ -1,12 +1,27 @@
 """Options and state that ranks compare before they save or load."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from .state.collect import Samples, StateSummary
-from .state.model import LayoutNames
+from par_groups import GlobalTensor, Sharding
+
+from .plan.claims import name_of, section_of
+from .state.collect import (
+    Content,
+    EncodedState,
+    Samples,
+    StateSummary,
+    check_replicas,
+    extra_differs,
+    extra_of,
+    summary_of,
+    united_state,
+    united_ties,
+    with_extra_of_ranks,
+)
+from .state.model import LayoutNames, Model, layout_names
 from .storage.sharing import Sharing
 from .transfer.ranks import Ranks, words
 from .transfer.roll import named_ranks
@@ -57,14 +72,30 @@ class Comparable:
     Args:
         layout: Names in `layout` that the rank lacks, and names that it has.
         samples: First elements of tensors without sharding metadata.
-        state: Summary of the state that is not stored as a tensor.
+        state: Summary of the state that is not stored as a tensor; None on a rank that has no part of the run.
         tied: Pairs of a name that is not stored and the stored name.
     """
 
     layout: LayoutNames
     samples: Samples
-    state: StateSummary
+    state: StateSummary | None
     tied: Sequence[tuple[str, str]]
+
+    @classmethod
+    def of(cls, content: Content, layout: Mapping[str, Sharding] | None, model: Model | None) -> "Comparable":
+        """Return what other ranks compare of a rank's content.
+
+        Args:
+            content: Content of the rank.
+            layout: `Sharding` of local tensors by name, from the caller.
+            model: Model of the rank.
+        """
+        return cls(
+            layout=layout_names(layout, model),
+            samples=content.samples,
+            state=summary_of(content.state),
+            tied=sorted(content.tied.items()),
+        )
 
     def digests(self) -> dict[str, list[int]]:
         """Return integers that identify the value of each field."""
@@ -124,6 +155,60 @@ class SaveSummary:
     def integers(self) -> list[int]:
         """List all fields, in the order of `SIZES`."""
         return [integer for name in self.SIZES for integer in getattr(self, name)]
+
+
+def united_content(
+    content: Content, same: Comparable, differs: Set[str], ranks: Ranks, tensors: Sequence[GlobalTensor]
+) -> Content:
+    """Return a rank's content with the state and the ties of all ranks. Collective if any of them differ.
+
+    Args:
+        content: Content of this rank.
+        same: What the ranks compare of it.
+        differs: Fields of `same` in which ranks differ.
+        ranks: The ranks.
+        tensors: Tensors of all ranks.
+
+    Raises:
+        ValueError: Replicas of a tensor differ, or state that must be the same on all ranks; on every rank.
+    """
+    names = [name_of(tensor.key) for tensor in tensors if section_of(tensor.key) == "model"]
+    if "samples" in differs:
+        check_replicas([(holders[0], samples) for holders, samples in ranks.distinct(same.samples)])
+    if "state" in differs:
+        content = replace(content, state=_united(content.state, same.state, ranks, names))
+    if "tied" in differs:
+        content = replace(content, tied=united_ties(ranks.distinct(same.tied), set(names)))
+    return content
+
+
+def _united(state: EncodedState, summary: StateSummary | None, ranks: Ranks, names: Sequence[str]) -> EncodedState:
+    """Merge the state of all ranks. Collective.
+
+    Args:
+        state: State of this rank.
+        summary: Summary of this rank's state; None if it has no part of the run.
+        ranks: The ranks.
+        names: Names of the tensors of all ranks' models, in order.
+    """
+    told = ranks.distinct(summary)
+    present = [(holders, each) for holders, each in told if each is not None]
+    if not present:
+        return state
+    summaries = [each for _, each in present]
+    if extra_differs(summaries):
+        mine = None if summary is None else extra_of(state)
+        extra = {rank: each for holders, each in ranks.distinct(mine) if each is not None for rank in holders}
+        # The values of ranks without a part of the run do not count, so the rank's number is that among the others.
+        state = with_extra_of_ranks(state, [each for _, each in sorted(extra.items())])
+        again = ranks.distinct(None if summary is None else summary_of(state))
+        summaries = [each for _, each in again if each is not None]
+    # Every rank merges, also one without a part of the run, because all ranks must raise if the state differs.
+    state = united_state(state, summaries, {name: place for place, name in enumerate(names)})
+    if len(present) == len(told):
+        return state
+    owner = present[0][0][0]
+    return next(each for _, each in ranks.distinct(state if ranks.rank == owner else None) if each is not None)
 
 
 def kinds_of(urls: Sequence[str]) -> list[str]:

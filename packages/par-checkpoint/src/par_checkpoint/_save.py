@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from par_groups import Claims, merge_claims, parse_size
 
-from ._agreement import Comparable, SameOptions, SaveSummary, kinds_of, place_of
+from ._agreement import Comparable, SameOptions, SaveSummary, kinds_of, place_of, united_content
 from ._copy import copy_checkpoint
 from ._finish import Noted, commit, index_from_above, indexes, needed_bytes, place_files, records_of, side_files
 from ._handle import Save
@@ -23,27 +23,19 @@ from ._policies import Format, Path, Tiers, Transfer, check_policy, timeout_of, 
 from ._progress import ProgressBar, check_progress
 from ._torch_style import check_loadable, write_objects
 from .format.crc import decode_crcs, encode_crcs
-from .format.header import DATA_ALIGNMENT
+from .format.header import DATA_ALIGNMENT, safetensors_name
 from .format.manifest import BLOCK
-from .plan.claims import claims_of, name_of, section_of
+from .plan.claims import claims_of
 from .plan.coverage import check_covered
 from .plan.files import File, data_areas, lay_out
 from .plan.plan import BlockPlanner, Prepared
 from .state.beside import files_beside
 from .state.collect import (
     Content,
-    EncodedState,
-    StateSummary,
-    check_replicas,
     collect,
-    extra_differs,
-    extra_of,
-    summary_of,
-    united_state,
-    united_ties,
-    with_extra_of_ranks,
 )
-from .state.model import Model, check_layout, layout_names
+from .state.model import Model, check_layout
+from .state.state import State
 from .storage.folder import Folder, Staging, open_folder
 from .storage.local import LocalFolder
 from .storage.sharing import ALIGNMENT, Sharing
@@ -119,7 +111,7 @@ def save(
             copies = None if tiers is None else tiers.copies
             check_progress(how.progress)
             number = None if step is None else whole_number("step", step)
-            content = collect(
+            given = State(
                 model=model,
                 optimizer=optimizer,
                 scheduler=scheduler,
@@ -127,9 +119,10 @@ def save(
                 layout=files.layout,
                 names=files.names,
                 convert=files.convert,
-                dtype=files.dtype,
-                stem=files.stem,
             )
+            content = collect(given, dtype=files.dtype, stem=files.stem)
+            for entry in content.entries:
+                safetensors_name(entry.dtype, entry.name)  # raises if files cannot hold it
             if files.style == "torch":
                 check_loadable(content)
             if ranks.rank == 0:
@@ -161,12 +154,7 @@ def save(
                 content=content,
                 folders=folders,
                 claims=claims_of(content.entries),
-                same=Comparable(
-                    layout=layout_names(files.layout, model),
-                    samples=content.samples,
-                    state=summary_of(content.state),
-                    tied=sorted(content.tied.items()),
-                ),
+                same=Comparable.of(content, files.layout, model),
                 options=SameOptions(
                     {
                         "tiers": None if tiers is None else kinds_of([each.url for each in folders]),
@@ -211,13 +199,7 @@ def save(
         layouts = ranks.distinct(same.layout) if "layout" in differs else [((0,), same.layout)]
         check_layout([names for _, names in layouts])
         prepared = _prepare(session, planned, sums.claims, folder, sharing)
-        if "samples" in differs:
-            check_replicas([(holders[0], samples) for holders, samples in ranks.distinct(same.samples)])
-        if "state" in differs:
-            content = replace(content, state=_united(content.state, same.state, ranks, prepared))
-        if "tied" in differs:
-            stored = {name_of(tensor.key) for tensor in prepared.tensors if section_of(tensor.key) == "model"}
-            content = replace(content, tied=united_ties(ranks.distinct(same.tied), stored))
+        content = united_content(content, same, differs, ranks, prepared.tensors)
 
         if isinstance(folder, PartFolder):
             staging: Staging = folder.stage_part(nonce, prepared, copies=copies or 1, overwrite=overwrite)
@@ -289,24 +271,6 @@ def _copies(
             handle._missing = handle._missing[1:]
 
     return copy
-
-
-def _united(state: EncodedState, summary: StateSummary, ranks: Ranks, prepared: Prepared) -> EncodedState:
-    """Merge the state of all ranks, if ranks have different states. Collective.
-
-    Args:
-        state: State of this rank.
-        summary: Summary of this rank's state.
-        ranks: Ranks that save.
-        prepared: Tensors of all ranks.
-    """
-    summaries = [each for _, each in ranks.distinct(summary)]
-    if extra_differs(summaries):
-        extra = {rank: each for holders, each in ranks.distinct(extra_of(state)) for rank in holders}
-        state = with_extra_of_ranks(state, [extra[rank] for rank in range(ranks.size)])
-        summaries = [each for _, each in ranks.distinct(summary_of(state))]
-    of_model = (name_of(tensor.key) for tensor in prepared.tensors if section_of(tensor.key) == "model")
-    return united_state(state, summaries, {name: place for place, name in enumerate(of_model)})
 
 
 def _prepare(session: Session, planned: _Planned, digest: Sequence[int], folder: Folder, sharing: Sharing) -> Prepared:

@@ -387,7 +387,7 @@ def test_state_of_another_kind_of_optimizer_is_refused(kinds, steps, tmp_path):
     train(other, into, range(steps))
     slots = {parameter: {slot: value.clone() for slot, value in of.items()} for parameter, of in into.state.items()}
     options, weight = groups(into), other[0].weight.detach().clone()
-    with pytest.raises(CheckpointError, match=f"param group 0 has {theirs} in the files and not {ours}") as caught:
+    with pytest.raises(CheckpointError, match=f"param group 0 has {theirs} in the checkpoint and not {ours}") as caught:
         load(tmp_path / "c", model=other, optimizer=into)
     assert torch.equal(other[0].weight, weight)
     unwanted = {f"{name}.{slot}" for name, each in model.named_parameters() for slot in optimizer.state[each]}
@@ -409,7 +409,7 @@ def test_slots_of_another_kind_of_optimizer_are_listed(tmp_path):
     with pytest.raises(CheckpointError) as caught:
         load(tmp_path / "c", model=other, optimizer=into)
     for name, _ in model.named_parameters():
-        slots = "exp_avg, exp_avg_sq, step in the files, exp_avg, exp_inf, step in the optimizer"
+        slots = "exp_avg, exp_avg_sq, step in the checkpoint, exp_avg, exp_inf, step in the optimizer"
         assert f"{name!r} has slots {slots}" in str(caught.value)
 
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import par_checkpoint as pc
-from par_checkpoint import CheckpointError, CorruptError, ReplacedError, _load
+from par_checkpoint import CheckpointError, CorruptError, ReplacedError, _apply, _load
 from par_checkpoint.storage.consistent import read_consistently
 from par_checkpoint.storage.folder import open_folder
 
@@ -166,9 +166,9 @@ def test_an_error_of_a_checkpoint_that_stays_is_raised_as_it_is(tmp_path):
 def test_verified_data_needs_no_second_look(path):
     """All of it is of one checkpoint, though another is there by now."""
     save(path, 0)
-    with meanwhile(_load, "written_", replaced(path, [1])):
+    with meanwhile(_apply, "written_", replaced(path, [1])):
         assert seed_of(path) == 0
-    with meanwhile(_load, "written_", replaced(path, [2])):
+    with meanwhile(_apply, "written_", replaced(path, [2])):
         assert seed_of(path, verify="off") == 2
 
 

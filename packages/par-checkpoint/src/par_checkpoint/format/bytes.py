@@ -23,7 +23,7 @@ def as_integers(tensor: torch.Tensor) -> torch.Tensor:
 
 def copy_elements_(into: torch.Tensor, source: torch.Tensor) -> None:
     """Copy between tensors of one shape: bit by bit where the dtypes are equal, else with torch's cast."""
-    if into.dtype == source.dtype:
+    if into.dtype == source.dtype and into.element_size() in _INTEGER:
         as_integers(into).copy_(as_integers(source))
     else:
         into.copy_(source)

@@ -14,17 +14,16 @@ from typing import Any, TypeVar
 import torch
 from crc32c import crc32c
 from torch import nn
-from torch.optim import Optimizer
 
-from par_groups import Sharding, attributes, bytes_of, settle_
+from par_groups import attributes, bytes_of, settle_
 
-from ..format.header import safetensors_name
 from ..format.tagged import check_round_trip, decode, encode, join_ranks
 from ..plan.claims import LocalTensor, key_of, name_of
-from .conversion import Conversion, checked
-from .model import Model, Names, local_of, model_state, rename, segments_on_disk, sharding_in
+from .conversion import checked
+from .model import local_of, model_state, rename, segments_on_disk, sharding_in
 from .optimizer import Naming, OptimizerState, optimizer_state
 from .quantised import check_cast
+from .state import State
 from .transformers import conversion_of
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # what torch's BatchNorm calls its buffers
@@ -97,30 +96,26 @@ class StateSummary:
     tensors: dict[str, int]
 
 
-def collect(
-    *,
-    model: Model | None,
-    optimizer: Optimizer | None,
-    scheduler: object,
-    extra: object,
-    layout: Mapping[str, Sharding] | None,
-    names: Names | None,
-    convert: Conversion | None,
-    dtype: torch.dtype | None,
-    stem: str,
-) -> Content:
-    """Looks at model, optimizer and the rest. The arguments are those of `par_checkpoint.save`.
+def collect(state: State, *, dtype: torch.dtype | None = None, stem: str = "model") -> Content:
+    """Return what a rank's model, optimizer and the rest hold, without a copy of tensors.
+
+    Args:
+        state: The objects.
+        dtype: Dtype to which the model's floating-point tensors are cast; None: each keeps its dtype.
+        stem: First part of the names of the model's files. Under another stem than "model" tensors are not converted.
 
     Raises:
         ValueError, TypeError: A tensor or value cannot be saved; the message names it.
     """
+    model, optimizer = state.model, state.optimizer
     found = model_state({} if model is None else model)
-    layout = layout or {}
-    names_on_disk = rename(names, found.names)
+    layout = state.layout or {}
+    names_on_disk = rename(state.names, found.names)
     shardings = {name: sharding_in(name, tensor, layout) for name, tensor in found.tensors.items()}
     shapes = {name: tuple(sharding.shape) for name, sharding in shardings.items()}
-    if convert is not None:
-        convert = checked(convert)
+    convert = None
+    if state.convert is not None:
+        convert = checked(state.convert)
     elif stem == "model":  # under another name the files hold something else, such as an adapter, named as it is
         convert = conversion_of(model, shapes)
 
@@ -158,15 +153,13 @@ def collect(
         settle_(tensor for group in optimizer.param_groups for tensor in group["params"])
         of_optimizer = optimizer_state(optimizer, Naming(model, names_on_disk, layout))
         entries += of_optimizer.entries
-    for entry in entries:
-        safetensors_name(entry.dtype, entry.name)  # raises if files cannot hold it
     # Without tensors and without this, a model would be taken for one that was not saved.
     objects = found.objects if found.objects or (model is not None and not found.tensors) else None
     tied = {names_on_disk[name]: names_on_disk[stored] for name, stored in found.tied.items()}
     return Content(
         entries=entries,
         tied={name: stored for name, stored in tied.items() if name != stored},
-        state=_encoded(objects=objects, optimizer=of_optimizer, scheduler=scheduler, extra=extra),
+        state=_encoded(objects=objects, optimizer=of_optimizer, scheduler=state.scheduler, extra=state.extra),
         samples=samples,
     )
 

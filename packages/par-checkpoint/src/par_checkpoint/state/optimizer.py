@@ -230,7 +230,7 @@ def slot_sharding(packed: PackedSlots, segment: Segment, slot: str, value: torch
     )
 
 
-def other_kind(optimizer: Optimizer, group: Mapping[str, object], saved: Mapping[str, object]) -> str | None:
+def other_kind(optimizer: Optimizer, group: Mapping[str, object], saved: Mapping[str, object], kind: str) -> str | None:
     """Describe the sign that another kind of optimizer saved a param group, or return None without a sign.
 
     Two kinds of optimizers each have numbers that the other kind lacks: SGD has a momentum, and Adam has betas. Flags
@@ -241,15 +241,16 @@ def other_kind(optimizer: Optimizer, group: Mapping[str, object], saved: Mapping
         optimizer: Optimizer to fill.
         group: Param group of the optimizer.
         saved: Options of the saved param group.
+        kind: Noun for where they were saved.
     """
     own = _numbers(getattr(optimizer, "defaults", {})) - saved.keys()
     others = _numbers(saved) - group.keys()
     if not (own and others):
         return None
-    return f"has {_listed(others)} in the files and not {_listed(own)}: another kind of optimizer"
+    return f"has {_listed(others)} in the {kind} and not {_listed(own)}: another kind of optimizer"
 
 
-def other_slots(names: Sequence[str], own: Set[str], saved: Set[str]) -> str | None:
+def other_slots(names: Sequence[str], own: Set[str], saved: Set[str], kind: str) -> str | None:
     """Describe the sign that another kind of optimizer saved the slots of a tensor, or return None without a sign.
 
     Slots on only one side do not count, because options such as amsgrad add some.
@@ -257,11 +258,12 @@ def other_slots(names: Sequence[str], own: Set[str], saved: Set[str]) -> str | N
     Args:
         names: Names of the parameters in the tensor.
         own: Slots of the tensor in the optimizer.
-        saved: Slots of the tensor in the files.
+        saved: Slots of the tensor in the checkpoint.
+        kind: Noun for where they were saved.
     """
     if own <= saved or saved <= own:
         return None
-    return f"{names[0]!r} has slots {_listed(saved)} in the files, {_listed(own)} in the optimizer"
+    return f"{names[0]!r} has slots {_listed(saved)} in the {kind}, {_listed(own)} in the optimizer"
 
 
 def _numbers(options: Mapping[str, object]) -> set[str]:

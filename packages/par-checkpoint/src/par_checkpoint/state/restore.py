@@ -75,7 +75,7 @@ def set_optimizer_(
         slots: Saved slots that are not tensors; slots without a dot belong to the optimizer as a whole.
     """
     chosen = [
-        None if match is None or other_kind(optimizer, group, saved[match][1]) is not None else saved[match][1]
+        None if match is None or other_kind(optimizer, group, saved[match][1], "") is not None else saved[match][1]
         for group, match in zip(optimizer.param_groups, matches, strict=False)
     ]
     others = [group for group, options in zip(optimizer.param_groups, chosen, strict=False) if options is None]

@@ -72,6 +72,7 @@ class Targets:
         resized: Names in the files of what has another shape.
         used: Keys of what is in the files and has a place in the model or the optimizer.
         same: Pairs of names in the files that must hold the same values: they are one tensor in the model.
+        kind: Noun in errors for what the tensors are filled from.
     """
 
     pending: list[FillTarget] = field(default_factory=list)
@@ -80,6 +81,7 @@ class Targets:
     resized: set[str] = field(default_factory=set)
     used: set[str] = field(default_factory=set)
     same: list[tuple[str, str]] = field(default_factory=list)
+    kind: str = "checkpoint"
     _scales: Scales | None = None
 
     def match(
@@ -125,8 +127,8 @@ class Targets:
         has_shape = tuple(place.shape) == tuple(sharding.shape)
         if not has_shape or (place.dtype != tensor.dtype and not may_cast):
             self.mismatched.append(
-                f"{name!r} is {place.dtype} {tuple(place.shape)} in the files, {tensor.dtype} {tuple(sharding.shape)} "
-                "in the model"
+                f"{name!r} is {place.dtype} {tuple(place.shape)} in the {self.kind}, {tensor.dtype} "
+                f"{tuple(sharding.shape)} in the model"
             )
             if not has_shape:
                 self.resized.add(name)
@@ -151,6 +153,7 @@ def model_targets(
     names: Names | None,
     convert: Conversion | None,
     dtype: torch.dtype | tuple[torch.dtype, ...] | None,
+    kind: str,
 ) -> Targets:
     """Return the tensors of a model, matched with the content of the files.
 
@@ -163,11 +166,12 @@ def model_targets(
         convert: Function from a tensor's name and global shape to the tensors on disk that make it up. None: the
             conversion of transformers for its own models, if the files lack a tensor of the name.
         dtype: dtype, or dtypes, of tensors that may be filled from another floating-point dtype.
+        kind: Noun in errors for what the tensors are filled from.
 
     Raises:
         ValueError: A tensor cannot be filled.
     """
-    found, targets = model_state(model), Targets()
+    found, targets = model_state(model), Targets(kind=kind)
     inner = unwrapped(model)
     if isinstance(inner, nn.Module) and (copies := copied(inner, found)):
         raise ValueError(
@@ -257,6 +261,7 @@ class SavedOptimizer:
         resized: Names in the files of tensors that have another shape in the model.
         ties: All names of each tensor with several names, by name in the files; see `ties_of`.
         device: Device for slots of parameters that are on the meta device.
+        kind: Noun in errors for what the optimizer is filled from.
     """
 
     places: Places
@@ -265,6 +270,7 @@ class SavedOptimizer:
     resized: Set[str]
     ties: Mapping[str, Sequence[str]]
     device: torch.device
+    kind: str
 
     def known_as(self, name: str) -> list[str]:
         """Return a parameter's names in the saved optimizer: its name, or names of tied parameters.
@@ -291,7 +297,7 @@ def optimizer_targets(optimizer: Optimizer, naming: Naming, saved: SavedOptimize
         naming: Names of its tensors.
         saved: Optimizer's part of the checkpoint.
     """
-    targets = OptimizerTargets()
+    targets = OptimizerTargets(kind=saved.kind)
     slots_of: dict[str, list[str]] = {}
     for key in (*saved.places, *saved.objects):
         name, _, slot = key.rpartition(".")
@@ -300,7 +306,7 @@ def optimizer_targets(optimizer: Optimizer, naming: Naming, saved: SavedOptimize
         names = tuple(saved.saved_as(name) for packed in tensors for name in packed.segments.names)
         targets.groups.append(names)
         options = next((saved.options[name] for name in names if name in saved.options), None)
-        wrong_group = None if options is None else other_kind(optimizer, group, options)
+        wrong_group = None if options is None else other_kind(optimizer, group, options, saved.kind)
         on_device = bool(group.get("capturable") or group.get("fused"))  # such kernels want the step there
         for packed in tensors:
             known = {name: saved.known_as(name) for name in packed.segments.names}
@@ -308,7 +314,7 @@ def optimizer_targets(optimizer: Optimizer, naming: Naming, saved: SavedOptimize
             slots = dict.fromkeys(slot for as_ in known.values() if as_ for slot in slots_of.get(as_[0], ()))
             old = optimizer.state.get(packed.tensor, {})
             wrong = (
-                other_slots(packed.segments.names, old.keys() - {SCALARS}, slots.keys() - {MASTER})
+                other_slots(packed.segments.names, old.keys() - {SCALARS}, slots.keys() - {MASTER}, saved.kind)
                 if wrong_group is None
                 else f"param group {number} {wrong_group}"
             )

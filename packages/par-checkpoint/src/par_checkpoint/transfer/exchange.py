@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
+from typing import Generic, TypeVar
 
 import torch
 
@@ -10,7 +11,8 @@ from par_groups import Claims
 from ..plan.tasks import BlockPiece, Task
 from .ranks import Ranks, words
 
-Pairs = Mapping[int, Sequence[BlockPiece]]
+Piece = TypeVar("Piece")
+Pairs = Mapping[int, Sequence[Piece]]
 """By rank at the other end: its pieces, in the order in which they are packed."""
 
 
@@ -50,7 +52,7 @@ class ReusedBuffer:
         return self._memory[:size]
 
 
-class PieceExchange:
+class PieceExchange(Generic[Piece]):
     """The buffers of all rounds, one each way.
 
     Args:
@@ -58,22 +60,29 @@ class PieceExchange:
         packed_size: Bytes of a buffer for some pieces.
         limit: Bytes of a buffer above which pieces for one rank are sent in several; the same on every rank. None: all
             go in one.
+        alone: Bytes of a piece from which on it has a message of its own, so that no end need copy it if it is
+            contiguous there; the same on every rank. None: pieces share messages.
     """
 
     def __init__(
-        self, ranks: Ranks, packed_size: Callable[[Sequence[BlockPiece]], int], *, limit: int | None = None
+        self,
+        ranks: Ranks,
+        packed_size: Callable[[Sequence[Piece]], int],
+        *,
+        limit: int | None = None,
+        alone: int | None = None,
     ) -> None:
-        self._ranks, self._packed_size, self._limit = ranks, packed_size, limit
+        self._ranks, self._packed_size, self._limit, self._alone = ranks, packed_size, limit, alone
         self._leaving, self._arriving = ReusedBuffer(), ReusedBuffer()
 
     def run(
         self,
-        outgoing: Pairs,
-        incoming: Pairs,
+        outgoing: Pairs[Piece],
+        incoming: Pairs[Piece],
         *,
-        fill: Callable[[int, Sequence[BlockPiece], torch.Tensor], torch.Tensor],
-        take: Callable[[Sequence[BlockPiece], torch.Tensor], None],
-        place: Callable[[Sequence[BlockPiece]], torch.Tensor | None] = lambda _: None,
+        fill: Callable[[int, Sequence[Piece], torch.Tensor], torch.Tensor],
+        take: Callable[[Sequence[Piece], torch.Tensor], None],
+        place: Callable[[Sequence[Piece]], torch.Tensor | None] = lambda _: None,
     ) -> None:
         """Send and receive the pieces of one wave of a round.
 
@@ -114,7 +123,7 @@ class PieceExchange:
                 if sending is not None:
                     sending.wait()
 
-    def _parcels(self, pairs: Pairs, peer: int) -> Iterator[Sequence[BlockPiece]]:
+    def _parcels(self, pairs: Pairs[Piece], peer: int) -> Iterator[Sequence[Piece]]:
         """Yield the pieces for or from a rank, as many at a time as fit into one buffer, at least one."""
         pieces = pairs.get(peer, ())
         if pieces and self._limit is None:
@@ -122,15 +131,20 @@ class PieceExchange:
             return
         begin = size = 0
         for number, piece in enumerate(pieces):
-            size += self._packed_size([piece])
-            if size > (self._limit or 0) and number > begin:
+            own = self._packed_size([piece])
+            size += own
+            is_large = self._alone is not None and own >= self._alone
+            if number > begin and (size > (self._limit or 0) or is_large):
                 yield pieces[begin:number]
-                begin, size = number, self._packed_size([piece])
+                begin, size = number, own
+            if is_large:
+                yield pieces[begin : number + 1]
+                begin, size = number + 1, 0
         if begin < len(pieces):
             yield pieces[begin:]
 
 
-def by_wave(tasks: Iterable[Task], rank: int) -> list[tuple[Pairs, Pairs]]:
+def by_wave(tasks: Iterable[Task], rank: int) -> list[tuple[Pairs[BlockPiece], Pairs[BlockPiece]]]:
     """Return the pieces of each wave by other rank: those sent to the rank, and those received from it.
 
     Both are in the order of turns, so that the two ends agree.

@@ -1,9 +1,11 @@
 """Memory of one rank: views of local tensors, of blocks and of message buffers, and copies between them."""
 
+import math
 import queue
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -15,6 +17,22 @@ from ..plan.coverage import row_major
 from ..plan.tasks import BlockPiece
 
 _ALIGNMENT = 8  # bytes; a piece in a message buffer begins at a multiple of it, so that it can be viewed as its dtype
+
+
+class Piece(Protocol):
+    """A rectangle of a tensor."""
+
+    @property
+    def tensor(self) -> int:
+        """Number of the tensor."""
+
+    @property
+    def start(self) -> Sequence[int]:
+        """Global index of the first element."""
+
+    @property
+    def size(self) -> Sequence[int]:
+        """Extent on each dim."""
 
 
 class MemoryPool:
@@ -67,7 +85,7 @@ class LocalBox:
     flat: torch.Tensor | None
     steady: torch.Tensor | None
 
-    def holds(self, piece: BlockPiece) -> bool:
+    def holds(self, piece: Piece) -> bool:
         """Return whether the box contains a piece."""
         box = self.box
         return all(
@@ -114,7 +132,7 @@ class LocalState:
         devices = {part.local.device for parts in self.parts.values() for part in parts}
         return sorted((device for device in devices if device.type not in ("cpu", "meta")), key=str)
 
-    def view(self, piece: BlockPiece) -> torch.Tensor:
+    def view(self, piece: Piece) -> torch.Tensor:
         """Return a piece as a view of the local tensor that holds it."""
         part = self._part(piece)
         view = part.box.of(part.local)
@@ -156,7 +174,7 @@ class LocalState:
         """Return the bytes of a piece if they are contiguous both in the local tensor and in the global one."""
         return self.place([piece]) if _is_run(piece.size, row_major(self.tensors[piece.tensor].shape)) else None
 
-    def place(self, pieces: Sequence[BlockPiece]) -> torch.Tensor | None:
+    def place(self, pieces: Sequence[Piece]) -> torch.Tensor | None:
         """Return the bytes of a single piece if they are contiguous in its local tensor; else None."""
         if len(pieces) != 1:
             return None
@@ -167,9 +185,9 @@ class LocalState:
             return None
         inside = zip(piece.start, part.box.start, stride, strict=True)
         first = (part.box.offset + sum((i - start) * step for i, start, step in inside)) * tensor.dtype.itemsize
-        return part.flat[first : first + self._bytes(piece)]
+        return part.flat[first : first + math.prod(piece.size) * tensor.dtype.itemsize]
 
-    def _part(self, piece: BlockPiece) -> LocalBox:
+    def _part(self, piece: Piece) -> LocalBox:
         """Return the box of this rank that holds a piece."""
         for part in self.parts[piece.tensor]:
             if part.holds(piece):

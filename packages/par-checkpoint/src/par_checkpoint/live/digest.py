@@ -1,0 +1,39 @@
+"""Digest of a tensor's values that does not depend on how ranks shard it.
+
+Each element adds a hash of its global index and its bits to a sum. Ranks add up the sums of their elements, so senders
+and receivers can be compared, whatever boxes they hold. The sum shows lost, swapped, stale and flipped elements.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from ..format.bytes import as_integers
+from ..plan.coverage import row_major
+
+MODULUS = 1 << 40
+"""Sums of digests are taken modulo this number, so that thousands of ranks can add them up in 64 bits."""
+
+# Odd numbers with about as many ones as zeros: a product with them spreads each bit over the higher ones, and the shift
+# between the products brings these back to the lower bits.
+_INDEX, _FIRST, _SECOND = 0x1000193, 0x5851F42D4C957F2D, 0x14057B7EF767814F
+
+
+def digest_of_box(values: torch.Tensor, start: Sequence[int], shape: Sequence[int]) -> int:
+    """Return the sum of the hashes of a box's elements, modulo `MODULUS`.
+
+    Args:
+        values: Elements of the box.
+        start: Global index of its first element.
+        shape: Shape of the full tensor.
+    """
+    # Elements are cast to integers of 64 bits only after the copy to a dense tensor of their own width.
+    bits = as_integers(values.contiguous().cpu()).to(torch.int64)
+    index = torch.zeros((), dtype=torch.int64, device="cpu")
+    for low, size, stride in zip(start, values.shape, row_major(shape), strict=True):
+        index = index[..., None] + torch.arange(low, low + size, device="cpu") * stride
+    mixed = (index * _INDEX + bits) * _FIRST  # wraps around
+    mixed ^= mixed >> 31
+    mixed *= _SECOND
+    # The upper bits of a product depend on all bits of its factors, the lower ones do not.
+    return int((mixed >> 24).remainder(MODULUS).sum()) % MODULUS

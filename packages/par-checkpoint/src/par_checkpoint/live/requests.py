@@ -1,0 +1,44 @@
+"""Messages by which takers request pieces from givers, straight from rank to rank."""
+
+from collections.abc import Mapping
+
+import torch
+
+from par_groups import Claims, bytes_of
+
+from ..transfer.ranks import Ranks
+
+_HEAD = 8  # bytes in front of a request, with its length
+
+
+def exchange_requests(ranks: Ranks, requests: Mapping[int, bytes]) -> dict[int, dict[int, torch.Tensor]]:
+    """Send a request to each giver; return the rows of the requests that this rank receives, by taker. Collective.
+
+    Args:
+        ranks: The ranks.
+        requests: Encoded rows by giver.
+    """
+    # One bit for each giver tells it that a request will come. The requests themselves are of no use to others.
+    mine = sum(1 << giver for giver in requests).to_bytes(-(-ranks.size // 8))
+    told = ranks.distinct_bytes(mine)
+    takers = {taker for holders, bits in told if int.from_bytes(bits) >> ranks.rank & 1 for taker in holders}
+    # In step s, rank r sends to r + s and receives from r - s, so that no two steps wait for each other in a circle.
+    steps = {(giver - ranks.rank) % ranks.size for giver in requests}
+    steps |= {(ranks.rank - taker) % ranks.size for taker in takers}
+    found: dict[int, dict[int, torch.Tensor]] = {}
+    for step in sorted(steps):
+        to, source = (ranks.rank + step) % ranks.size, (ranks.rank - step) % ranks.size
+        sending = []
+        if to in requests:
+            data = requests[to]
+            for message in (len(data).to_bytes(_HEAD), data):
+                sending.append(ranks.send(torch.frombuffer(bytearray(message), dtype=torch.uint8), to))
+        if source in takers:
+            head = torch.empty(_HEAD, dtype=torch.uint8, device="cpu")
+            ranks.receive(head, source).wait()
+            body = torch.empty(int.from_bytes(bytes_of(head)), dtype=torch.uint8, device="cpu")
+            ranks.receive(body, source).wait()
+            found[source] = Claims(tensors=(), rows={}).with_boxes(bytes(bytes_of(body))).rows
+        for each in sending:
+            each.wait()
+    return found

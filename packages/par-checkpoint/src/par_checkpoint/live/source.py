@@ -1,0 +1,417 @@
+"""The memory of ranks as the source of state: what they hold, and how its pieces travel into the targets."""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+
+import torch
+from torch.autograd.graph import increment_version
+
+from par_groups import GlobalTensor, merge_claims
+from par_groups.sharding.held import by_shape
+
+from .._agreement import Comparable, united_content
+from .._errors import UNDEFINED, CheckpointError, CorruptError
+from ..format.bytes import copy_elements_
+from ..format.manifest import Manifest
+from ..plan.claims import claims_of, name_of, section_of
+from ..state.collect import Content
+from ..state.model import check_layout, device_for, local_of
+from ..state.state import State
+from ..state.targets import FillTarget, OptimizerTargets, Targets, set_scalars_
+from ..storage.directory import Directory, StoredTensor
+from ..storage.outline import Outline
+from ..transfer.errors import attempt
+from ..transfer.exchange import PieceExchange, claims_of_all, words_of
+from ..transfer.memory import LocalState
+from ..transfer.ranks import Ranks
+from ..transfer.sessions import Session
+from .digest import MODULUS, digest_of_box
+from .requests import exchange_requests
+from .wanted import MemoryPiece, Requests, Wanted, halved, pieces_of
+
+_ALONE = 1 << 18  # bytes of a piece above which a copy costs more than a message
+_ALIGNMENT = 16  # bytes; a piece in a message begins at a multiple of it, so that it can be viewed as its dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoveOptions:
+    """How state moves.
+
+    Args:
+        budget: Bytes of the buffers for messages.
+        release: Whether each tensor of the source is freed once its last piece has left.
+        verify: Whether the values of each tensor are compared by a digest after they have moved.
+    """
+
+    budget: int
+    release: bool
+    verify: bool
+
+
+@dataclass(kw_only=True, eq=False)
+class MemorySource:
+    """State in the memory of ranks; see `par_checkpoint._apply.Source`.
+
+    Args:
+        ranks: The ranks.
+        content: Content of this rank.
+        tensors: Tensors of all ranks, with their boxes.
+        outline: Everything but the data, the same on every rank.
+        target: Objects of this rank that are filled.
+        options: How state moves.
+
+    Attributes:
+        received: Bytes that this rank has received from others.
+        sent: Bytes that it has sent.
+        local: Bytes that it has copied within its memory.
+    """
+
+    ranks: Ranks
+    content: Content
+    tensors: Sequence[GlobalTensor]
+    outline: Outline
+    target: State
+    options: MoveOptions
+    title: str = "the source"
+    kind: str = "source"
+    received: int = 0
+    sent: int = 0
+    local: int = 0
+    _requests: dict[str, Requests] = field(default_factory=dict)  # by section
+    _given: Counter[int] = field(default_factory=Counter)  # digests of given elements, by tensor
+    _taken: Counter[int] = field(default_factory=Counter)
+
+    @classmethod
+    def of(
+        cls, session: Session, content: Content, source: State, target: State, sections: Sequence[str], how: MoveOptions
+    ) -> "MemorySource":
+        """Gather what all ranks hold. Collective.
+
+        Args:
+            session: The ranks.
+            content: Content of this rank.
+            source: Objects of this rank whose state moves.
+            target: Objects of this rank that are filled.
+            sections: Sections that any rank's target has: "model", "optimizer".
+            how: How state moves.
+
+        Raises:
+            ValueError: Ranks disagree about a tensor or about state that is the same on all ranks; on every rank.
+        """
+        ranks, claims = session.ranks, claims_of(content.entries)
+        same = Comparable.of(content, source.layout, source.model)
+        if source.is_empty:
+            same = Comparable(layout=same.layout, samples=[], state=None, tied=[])
+        check_layout([names for _, names in ranks.distinct(same.layout)])
+        # A run moves its state again and again, so the tensors of the last move are kept by the digest of all claims.
+        key = "move", tuple(ranks.total(words_of(claims, ranks.rank)))
+        tensors = session.planned(key, lambda: merge_claims(claims_of_all(ranks, claims)))
+        united = united_content(content, same, {"samples", "state", "tied"}, ranks, tensors)
+        outline = _outline_of(united, tensors, sections)
+        return cls(ranks=ranks, content=content, tensors=tensors, outline=outline, target=target, options=how)
+
+    def prepare(self) -> None:
+        """Check that the source has what the target asks for, and wait for kernels that write to the source."""
+        manifest = self.outline.manifest
+        for name in ("optimizer", "scheduler"):
+            if getattr(self.target, name) is not None and getattr(manifest, name) is None:
+                raise ValueError(
+                    f"target has {name}=..., but no rank's source has one; pass it in the source, or remove it here"
+                )
+        self._held.wait_for_streams()
+
+    def check(self, targets: Sequence[Targets], same: set[tuple[str, str]]) -> None:
+        """Compute what this rank takes from which rank, and check that it can be taken. Collective.
+
+        Raises:
+            ValueError: No rank holds some elements, a target shares memory with the source, or a target ties two
+                tensors of the source; on every rank.
+        """
+        if same:
+            one, other = min(same)
+            raise ValueError(
+                f"target has one tensor for {one!r} and {other!r}, which are two in the source; tie them there, too"
+            )
+        hosts = self.ranks.hosts()
+
+        def plan() -> None:
+            self._check_separate(target for each in targets for target in each.pending)
+            for each in targets:
+                wanted = [wanted for wanted, _ in self._wanted(each)]
+                self._requests[_section_of(each)] = Requests(self.tensors, wanted, self.ranks.rank, hosts)
+
+        self.ranks.agree(plan)
+
+    def fill_(self, targets: Targets) -> None:
+        """Move the pieces of the targets. Collective.
+
+        Raises:
+            CheckpointError: A rank is gone or has failed, or digests differ. The targets are then undefined.
+        """
+        ranks, section = self.ranks, _section_of(targets)
+        requests = self._requests.pop(section)
+        incoming = {giver: pieces_of(requests.rows_to(giver), self.tensors, self._order) for giver in requests.givers}
+        asked = exchange_requests(ranks, {giver: requests.to(giver) for giver in incoming})
+        outgoing = {taker: pieces_of(rows, self.tensors, self._order) for taker, rows in asked.items()}
+        requests.local.sort(key=lambda piece: piece.tensor)
+        exchange = PieceExchange[MemoryPiece](ranks, _packed_size, limit=self.options.budget // 2, alone=_ALONE)
+        for first, stop in self._rounds(section):
+            # Targets on the meta device get memory round by round, while the source frees memory.
+            inside = [(wanted, target) for wanted, target in self._wanted(targets) if first <= wanted.tensor < stop]
+            local = ranks.agree(partial(self._local_states, inside))
+            move = partial(
+                self._move_,
+                exchange,
+                local,
+                outgoing={taker: self._between(pieces, first, stop) for taker, pieces in outgoing.items()},
+                incoming={giver: self._between(pieces, first, stop) for giver, pieces in incoming.items()},
+                here=self._between(requests.local, first, stop),
+            )
+            _, error = attempt(move)
+            ranks.raise_first(None if error is None else _undefined(error))
+            if self.options.release:
+                self._release_(first, stop, section)
+        if self.options.verify:
+            self._compare_digests()
+        if isinstance(targets, OptimizerTargets):
+            scalars = targets.scalars
+
+            def set_() -> None:
+                differing = list(set_scalars_(scalars))
+                if differing:
+                    raise CheckpointError(f"{'; '.join(differing)}{UNDEFINED}")
+
+            ranks.agree(set_)
+
+    def _move_(
+        self,
+        exchange: PieceExchange[MemoryPiece],
+        local: Mapping[int, LocalState],
+        *,
+        outgoing: Mapping[int, Sequence[MemoryPiece]],
+        incoming: Mapping[int, Sequence[MemoryPiece]],
+        here: Sequence[MemoryPiece],
+    ) -> None:
+        """Move the pieces of one round.
+
+        Args:
+            exchange: Buffers of all rounds.
+            local: Tensors to fill, by copy.
+            outgoing: Pieces to send, by rank.
+            incoming: Pieces to receive, by rank.
+            here: Pieces that stay on this rank.
+        """
+        held, failed = self._held, list[Exception]()
+
+        # A rank that fails here, such as for lack of device memory, still sends and receives all messages. The other
+        # ranks would otherwise wait for them until the timeout; so all ranks raise its error after the round.
+        def fill(_: int, pieces: Sequence[MemoryPiece], buffer: torch.Tensor) -> torch.Tensor:
+            self.sent += sum(map(_bytes_of, pieces))
+            try:
+                direct = held.place(pieces) if self._is_uncast(pieces[0]) else None
+                for piece, packed in zip(pieces, _packed(pieces, buffer), strict=True):
+                    if direct is None:
+                        copy_elements_(packed, held.view(piece))
+                    self._note(self._given, piece, held)
+            except Exception as error:
+                failed.append(error)
+                direct = None
+            return buffer if direct is None else direct
+
+        def place(pieces: Sequence[MemoryPiece]) -> torch.Tensor | None:
+            self.received += sum(map(_bytes_of, pieces))
+            return local[pieces[0].copy].place(pieces) if self._is_uncast(pieces[0]) else None
+
+        def take(pieces: Sequence[MemoryPiece], buffer: torch.Tensor) -> None:
+            try:
+                for piece, packed in zip(pieces, _packed(pieces, buffer), strict=True):
+                    copy_elements_(local[piece.copy].view(piece), packed)
+            except Exception as error:
+                failed.append(error)
+
+        for piece in here:
+            copy_elements_(local[piece.copy].view(piece), held.view(piece))
+            self.local += _bytes_of(piece)
+            self._note(self._given, piece, held)
+        exchange.run(outgoing, incoming, fill=fill, take=take, place=place)
+        if failed:
+            raise failed[0]
+        for piece in (*here, *(piece for pieces in incoming.values() for piece in pieces)):
+            self._note(self._taken, piece, local[piece.copy])
+
+    @cached_property
+    def _held(self) -> LocalState:
+        """Tensors of the source on this rank."""
+        return LocalState.of(self.content.entries, self.tensors)
+
+    @cached_property
+    def _order(self) -> list[int]:
+        """Numbers of the tensors in the order to which requests refer."""
+        return by_shape((tensor.key, tensor.dtype, tensor.shape) for tensor in self.tensors)
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        """Number of each tensor, by key."""
+        return {tensor.key: number for number, tensor in enumerate(self.tensors)}
+
+    @cached_property
+    def _users(self) -> Counter[int]:
+        """Number of entries whose pieces have not left, by address of the storage that they share."""
+        return Counter(entry.local.untyped_storage().data_ptr() for entry in self.content.entries)
+
+    def _wanted(self, targets: Targets) -> Iterator[tuple[Wanted, FillTarget]]:
+        """Yield what this rank takes, with the target of each tensor."""
+        copies = Counter[str]()
+        for target in targets.pending:
+            number, copy = self._numbers[target.key], copies[target.key]
+            copies[target.key] += 1
+            yield Wanted(number, target.sharding, target.tensor.dtype, copy), target
+
+    def _rounds(self, section: str) -> Iterator[tuple[int, int]]:
+        """Yield consecutive ranges of tensors that move one after the other, the same on every rank."""
+        if not self.options.release:
+            yield 0, len(self.tensors)
+            return
+        # In a round a rank may hold a tensor both in the source and in the target, about a budget of bytes in all.
+        first = size = 0
+        for number, tensor in enumerate(self.tensors):
+            own = tensor.bytes if section_of(tensor.key) == section else 0
+            if size + own > self.options.budget * self.ranks.size and number > first:
+                yield first, number
+                first, size = number, 0
+            size += own
+        yield first, len(self.tensors)
+
+    def _between(self, pieces: Sequence[MemoryPiece], first: int, stop: int) -> list[MemoryPiece]:
+        """Return the pieces of tensors `first` to `stop` - 1, in parts that fit into a buffer."""
+        begin, end = (bisect_left(pieces, number, key=lambda piece: piece.tensor) for number in (first, stop))
+        limit = self.options.budget // 2
+        return [part for piece in pieces[begin:end] for part in halved(piece, limit // piece.dtype.itemsize)]
+
+    def _local_states(self, targets: Iterable[tuple[Wanted, FillTarget]]) -> dict[int, LocalState]:
+        """Return the tensors to fill, by copy. Tensors on the meta device get memory."""
+        device = device_for(None, self.target.model)
+        by_copy: dict[int, list[FillTarget]] = {}
+        for wanted, target in targets:
+            by_copy.setdefault(wanted.copy, []).append(target)
+        entries = {copy: [each.entry(device) for each in some] for copy, some in by_copy.items()}
+        # Bytes arrive unseen by autograd, and by a save that copies in the background.
+        increment_version([entry.local for some in entries.values() for entry in some])
+        return {copy: LocalState.of(some, self.tensors) for copy, some in entries.items()}
+
+    def _is_uncast(self, piece: MemoryPiece) -> bool:
+        """Return whether a piece travels in the source's dtype."""
+        return piece.dtype == self.tensors[piece.tensor].dtype
+
+    def _release_(self, first: int, stop: int, section: str) -> None:
+        """Free the tensors of the source that have left, once nothing else is in their storage."""
+        for entry in self.content.entries:
+            if section_of(entry.key) == section and first <= self._numbers[entry.key] < stop:
+                storage = entry.local.untyped_storage()
+                address = storage.data_ptr()
+                self._users[address] -= 1
+                if not self._users[address] and storage.resizable():
+                    storage.resize_(0)
+
+    def _note(self, sums: Counter[int], piece: MemoryPiece, where: LocalState) -> None:
+        """Add the digest of a piece, in the dtype in which it travels, if digests are compared."""
+        if self.options.verify:
+            shape = self.tensors[piece.tensor].shape
+            for part in halved(piece, _ALONE):
+                sums[piece.tensor] += digest_of_box(where.view(part).to(piece.dtype), part.start, shape)
+
+    def _compare_digests(self) -> None:
+        """Raise CorruptError on every rank unless the given elements of each tensor are the taken ones. Collective."""
+        count = len(self.tensors)
+        both = [each[number] % MODULUS for each in (self._given, self._taken) for number in range(count)]
+        sums = self.ranks.total(both)
+        wrong = [n for n in range(count) if (sums[n] - sums[count + n]) % MODULUS]
+        if wrong:
+            raise CorruptError(
+                f"{name_of(self.tensors[wrong[0]].key)!r} and {len(wrong) - 1} more arrived with other values than "
+                f"those that left: memory or a link is faulty, or a program has written to the source{UNDEFINED}"
+            )
+
+    def _check_separate(self, targets: Iterable[FillTarget]) -> None:
+        """Raise ValueError if a target lies in the memory of a tensor of the source."""
+        held = sorted((*_extent(entry.local), name_of(entry.key)) for entry in self.content.entries)
+        begins = [begin for begin, _, _ in held]
+        reached = 0
+        ends = [reached := max(reached, end) for _, end, _ in held]  # ascending, so that one comparison is enough
+        for target in targets:
+            if target.tensor.is_meta:
+                continue
+            begin, end = _extent(local_of(target.tensor))
+            before = bisect_left(begins, end)  # boxes of the source that begin before the target's end
+            if begin < end and before and ends[before - 1] > begin:
+                other = next(name for low, high, name in held if low < end and high > begin)
+                raise ValueError(
+                    f"{name_of(target.key)!r} in the target shares memory with {other!r} in the source; make the "
+                    "target of its own, such as by copy.deepcopy, or leave out what need not move"
+                )
+
+
+def _section_of(targets: Targets) -> str:
+    """Return the section that some targets belong to."""
+    return "optimizer" if isinstance(targets, OptimizerTargets) else "model"
+
+
+def _outline_of(content: Content, tensors: Iterable[GlobalTensor], sections: Iterable[str]) -> Outline:
+    """Return the content of all ranks in the form in which a load reads that of a folder.
+
+    Args:
+        content: Content of this rank, with the state of all ranks.
+        tensors: Tensors of all ranks.
+        sections: The sections that are filled.
+    """
+    places: dict[str, dict[str, StoredTensor]] = {section: {} for section in sections}
+    for tensor in tensors:
+        if (section := section_of(tensor.key)) in places:
+            places[section][name_of(tensor.key)] = StoredTensor("", tensor.dtype, tensor.shape, 0, 0)
+    state = content.state
+    manifest = Manifest(
+        style="huggingface",
+        files={},
+        tied=content.tied,
+        model=state.parts["model"],
+        optimizer=state.optimizer if "optimizer" in places else None,
+        scheduler=state.parts["scheduler"],
+        extra=state.parts["extra"],
+    )
+    directories = {section: Directory(some) for section, some in places.items()}
+    return Outline(manifest=manifest, directories=directories, side=state.tensors)
+
+
+def _undefined(error: BaseException) -> BaseException:
+    """Return an error with the note that some tensors may be filled and others not."""
+    return CheckpointError(f"{error}{UNDEFINED}") if isinstance(error, Exception) else error
+
+
+def _extent(local: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses of a tensor's first byte and of the byte after its last."""
+    if not local.numel():
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
+    return local.data_ptr(), local.data_ptr() + (last + 1) * local.element_size()
+
+
+def _bytes_of(piece: MemoryPiece) -> int:
+    return torch.Size(piece.size).numel() * piece.dtype.itemsize
+
+
+def _packed(pieces: Sequence[MemoryPiece], buffer: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the pieces as views of a buffer that stores them one after the other."""
+    begin = 0
+    for piece in pieces:
+        size = _bytes_of(piece)
+        yield buffer[begin : begin + size].view(piece.dtype).view(piece.size)
+        begin += -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _packed_size(pieces: Sequence[MemoryPiece]) -> int:
+    """Return the bytes of a message; the last piece is not padded, so that one alone is as long as its memory."""
+    before = sum(-(-_bytes_of(piece) // _ALIGNMENT) * _ALIGNMENT for piece in pieces[:-1])
+    return before + _bytes_of(pieces[-1])
