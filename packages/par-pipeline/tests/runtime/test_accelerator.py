@@ -4,19 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from par_pipeline import ActivationOffload, Pipeline, Transport, gpipe, make_lanes, one_f_one_b, zb_h1
+from par_pipeline import ActivationOffload, Pipeline, Transport, gpipe, one_f_one_b, zb_h1
 from par_testing import for_each, pageable_seen, waits_seen
 
-from ..runtime_helpers import Forgotten, block, copied, data, mse, serial, stages_of
+from ..runtime_helpers import block, copied, data, lanes_of, mse, serial, stages_of
 
 SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "zb_h1": zb_h1}
-
-
-def lanes(group, device, timeout):
-    """As made for the accelerator's own backend; the end of one pipeline must not end all strict communicators."""
-    made = make_lanes(group, device, timeout)
-    assert made.are_apart
-    return made._replace(up_second=Forgotten(made.up_second), down_second=Forgotten(made.down_second))
 
 
 @for_each(name=["1f1b", "gpipe", "zb_h1"], offload=[None, ActivationOffload()])
@@ -31,7 +24,7 @@ def test_step_on_an_accelerator_has_the_gradients_of_a_cpu(name, offload):
     serial(reference, x.tensor_split(6), y.tensor_split(6))
     rank = dist.get_rank()
     stage = stages[rank].to(device)
-    options = {"loss_fn": mse, "offload": offload, "transport": Transport(lanes=lanes)}
+    options = {"loss_fn": mse, "offload": offload, "transport": Transport(lanes=lanes_of)}
     pipeline = Pipeline([stage], schedule, dist.group.WORLD, **options)
     x, y = x.to(device), y.to(device)
     for _ in range(2):

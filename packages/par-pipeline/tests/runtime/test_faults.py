@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_pipeline import Pipeline, PipelineError, Transport, gpipe, make_lanes, one_f_one_b, split_rows
+from par_pipeline import Pipeline, PipelineError, Transport, gpipe, one_f_one_b, split_rows
 from par_pipeline.wire import inbox
 from par_testing import for_each, storm
 
@@ -22,6 +22,7 @@ from ..runtime_helpers import (
     clear,
     copied,
     data,
+    lanes_of,
     mine,
     mse,
     pipeline,
@@ -226,7 +227,7 @@ def test_a_rank_that_hangs_is_named_within_the_timeout():
     limits, waited = [timedelta(hours=1), timedelta(seconds=0.5)], []
 
     def lanes(group, device, timeout):
-        return make_lanes(group, device, timeout)._replace(timeout=limits.pop())
+        return lanes_of(group, device, timeout)._replace(timeout=limits.pop())
 
     run = pipeline(stages, schedule, transport={"lanes": lanes})
     x, y = data(8)

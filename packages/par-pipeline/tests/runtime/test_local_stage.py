@@ -16,7 +16,7 @@ from par_pipeline import (
     zb_h1,
 )
 from par_pipeline.runtime.local_stage import LocalStage
-from par_testing import for_each
+from par_testing import default_device_type, for_each
 
 from ..runtime_helpers import (
     SCHEDULES,
@@ -100,11 +100,11 @@ def test_autocast_may_be_switched_on_after_a_step(name):
     for step, on in enumerate((False, True, False)):
         x, y = data(9, 6, seed=step, dtype=torch.float32)
         clear([*stages, *reference])
-        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+        with torch.autocast(default_device_type(), torch.bfloat16, enabled=on):
             loss = run.step(x, target=y).loss
         expected = 0.0
         for a, b in zip(x.tensor_split(3), y.tensor_split(3), strict=True):
-            with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            with torch.autocast(default_device_type(), torch.bfloat16, enabled=on):
                 its = mse(nn.Sequential(*reference)(a), b) / 3
             its.backward()
             expected = expected + its.detach()
@@ -326,6 +326,7 @@ def test_convolutions_embeddings_and_weights_used_twice_are_split_too(name):
     check_steps(schedule, Twice, [(x.view(7, 3, 3), y.view(7, 3, 3))])
 
 
+@pytest.mark.cpu(reason="a strict device has no fused GRU cell")
 @pytest.mark.ranks(2)
 def test_a_module_that_keeps_its_parameters_elsewhere_runs_its_backward_whole():
     class Recurrent(nn.Module):

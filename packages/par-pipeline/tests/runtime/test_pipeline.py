@@ -325,7 +325,6 @@ def test_outputs_that_hide_their_tensors_cannot_be_returned():
         run.step(x, target=y, return_outputs=True)
 
 
-@pytest.mark.cpu(reason="a strict world ends when a rank aborts a communicator")
 @for_each(name=["1f1b", "interleaved", "zb_h1"])
 @pytest.mark.ranks(2)
 def test_microbatches_of_other_sizes_that_the_loss_s_rank_cannot_weigh_are_refused(name):

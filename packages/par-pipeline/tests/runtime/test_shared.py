@@ -137,6 +137,7 @@ def test_what_is_frozen_or_unused_everywhere_gets_no_gradient_that_an_optimizer_
         Shared({"w": nn.Parameter(torch.ones(3), requires_grad=dist.get_rank() == 0)}, dist.group.WORLD)
 
 
+@pytest.mark.cpu(reason="arithmetic on sparse tensors")
 @pytest.mark.ranks(2)
 def test_a_sparse_gradient_and_a_dense_one_are_added():
     parameter = nn.Parameter(torch.ones(3, 2))

@@ -5,7 +5,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_pipeline import Pipeline, build_stages, remove_foreign_parameters_, schedule
+from par_pipeline import Pipeline, Transport, build_stages, remove_foreign_parameters_, schedule
+
+from ..runtime_helpers import lanes_of
 
 
 def tied_model():
@@ -38,7 +40,10 @@ def test_pipeline_stages_train_tied_parameters_as_one_device_does():
     loss.backward()
     stages = build_stages(tied_model(), plan, dist.get_rank())
     stages.tie_(dist.group.WORLD)
-    with Pipeline(stages.runners(), plan, dist.group.WORLD, loss_fn=nn.functional.mse_loss) as pipeline:
+    transport = Transport(lanes=lanes_of)
+    with Pipeline(
+        stages.runners(), plan, dist.group.WORLD, loss_fn=nn.functional.mse_loss, transport=transport
+    ) as pipeline:
         pipeline.forward_backward_step(iter([(batch, batch)]))
         for shared in stages.shared:
             shared.handle_gradient()

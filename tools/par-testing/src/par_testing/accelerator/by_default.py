@@ -39,7 +39,7 @@ def default_device_type() -> str:
 
     A test of DTensors makes its mesh of such devices.
     """
-    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    modes = _get_current_function_mode_stack()
     return NAME if any(isinstance(mode, ByDefault) for mode in modes) else "cpu"
 
 
