@@ -271,9 +271,9 @@ def test_an_offload_that_cannot_be_is_refused_on_all_ranks_before_anything_is_ch
     module = mlp()
     words = ["param_groups[0] of the AdamW: their optimizer needs full tensors", "remove offload, or remove atomic"]
     refused(ValueError, *words, module=module, optimizer=adamw(module.parameters()), atomic=True, offload=ON_DISK)
-    words = ["such as one norm of all gradients, and state on a disk is stepped piece by piece"]
+    words = ["param_groups[0] of the Prodigy: their optimizer needs full tensors, and offload would split them"]
     refused(ValueError, *words, **by_the_norm(known=True))
-    words = ["optimizer=ByTheNorm", "state on a disk is stepped piece by piece", "pass update=dict(elementwise=True)"]
+    words = ["of the ByTheNorm: their optimizer needs full tensors", "pass update=dict(elementwise=True) if it updates"]
     refused(ValueError, *words, **by_the_norm(known=False))
     words = [
         "elementwise=True for param_groups[0] of the ByTheNorm",

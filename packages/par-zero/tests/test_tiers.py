@@ -19,7 +19,7 @@ from par_zero import Offload
     ],
 )
 def test_parts(optimizer, parts):
-    assert tuple(Offload(optimizer=optimizer, path="/scratch").parts.values()) == parts
+    assert tuple(Offload(optimizer=optimizer, path="/scratch").fractions["optimizer"].values()) == parts
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,8 @@
 
 from ._cost import Memory, Transfers, memory, traffic, transfers
 from ._policies import MixedPrecision, OptimizerUpdate, Overlap, ParameterInit, ShardOptions, bucket_bytes
-from ._shard import (
-    disk_usage,
-    no_sync,
-    program,
-    reload_state,
-    reset,
-    residency,
-    shard,
-    summon,
-    sync_module_states_,
-    trace,
-)
+from ._shard import shard, sync_module_states_
+from ._sharded import disk_usage, no_sync, program, reload_state, reset, residency, summon, trace
 from ._tiers import Offload
 from .known.classes import UpdateScope
 from .known.scope import update_scope_of

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import torch.distributed as dist
 
@@ -18,9 +19,9 @@ from ._param_groups import ParamGroup
 from ._policies import ShardOptions
 from ._stage import ZeroStage
 from ._tiers import TIERS, Offload, least_in_words
-from .layout.build import ChunkPlan
 from .layout.meter import BUFFERS, GRADIENTS
 from .layout.packing import ALIGNMENT, ChunkLayout
+from .layout.plan import ChunkPlan
 from .layout.sharers import DataParallelGroup
 from .offload.pieces import PAGE, pages
 from .offload.plan import ChunkTiers, UpdatedSlices, assign_tiers, slots_by_group, unit_bytes, updated_slices
@@ -66,7 +67,7 @@ class PeakMemory:
     ) -> None:
         self._plans, self._stage, self._options, self._unpacked = plans, stage, options, unpacked
         self._units, self._ranks = units, ranks
-        self._slots = slots_by_group(plans, groups, options)
+        self._slots = slots_by_group(plans, groups)
         self._counter_bytes = {
             key: state_counter_bytes(groups[key[0]].optimizer, groups[key[0]].settings, key[1]) for key in self._slots
         }
@@ -96,20 +97,20 @@ class PeakMemory:
         return self._step(chunks).beside_units - self._resident(chunks)["device"][GRADIENTS]
 
     def _assign(self, updated: UpdatedSlices, offload: Offload) -> list[tuple[ChunkPlan, ChunkTiers]]:
-        tiers = assign_tiers(self._plans, updated, self._slots, offload, self._options)
+        tiers = assign_tiers(self._plans, updated, self._slots, offload)
         return list(zip(self._plans, tiers, strict=True))
 
     def _resident(self, chunks: Sequence[tuple[ChunkPlan, ChunkTiers]]) -> dict[str, dict[str, int]]:
         found = {tier: dict.fromkeys(("parameters", GRADIENTS, "optimizer"), 0) for tier in TIERS}
         for plan, tiers in chunks:
-            home, in_use = tiers.home, plan.dtype_in_use(self._options)
+            home, in_use = tiers.home, plan.dtype_in_use
             own = _elements(plan, sharded=self._stage.shards_parameters) * in_use.itemsize
             found[home.parameters]["parameters"] += pages(own) if home.parameters == "disk" else own
             if tiers.pieces is None:
                 continue
             stepped = sum(part.stop - part.start for part in tiers.pieces)
             if home.gradients != "disk":
-                reduced = plan.reduce_dtype(self._options)
+                reduced = plan.reduce_dtype
                 sums = _elements(plan, sharded=self._stage.shards_gradients) * reduced.itemsize
                 # The optimizer gets a cast copy of gradients in another dtype.
                 found[home.gradients][GRADIENTS] += sums + (
@@ -147,7 +148,7 @@ class PeakMemory:
         pieces, gradients, shards = [], [], dict[int, int]()
         for plan, tiers in chunks:
             on_disk = tiers.home.parameters == "disk"
-            itemsize = plan.dtype_in_use(self._options).itemsize
+            itemsize = plan.dtype_in_use.itemsize
             if on_disk:
                 unit = plan.place.unit
                 shards[unit] = shards.get(unit, 0) + pages(plan.layout.shard * itemsize)
@@ -253,14 +254,14 @@ def fit_to_budgets(
         )
         for _, theirs in of_all
     }
-    autos = _auto_options(offload, plans, options, [each for each, _ in of_all])
+    autos = _auto_options(offload, plans, [each for each, _ in of_all])
 
     def counted(found: Offload) -> list[TierBytes]:
         return [memories[theirs].count(each, found) for each, theirs in of_all]
 
     def with_ends(ends: TierEnds) -> Offload:
-        parts = {name: autos[name].parts(*each) for name, each in ends.items()}
-        return replace(offload.with_parts(parts), budget=None)
+        parts: dict[str, Any] = {name: autos[name].parts(*each) for name, each in ends.items()}
+        return replace(offload, **parts, budget=None)
 
     def fits(tier: str, ends: TierEnds) -> bool:
         found, budget = with_ends(ends), offload.budgets[tier]
@@ -312,7 +313,7 @@ def plan_room(
     updated = updated_slices(plans, stage, [each.index for each in ranks])
     resident = PeakMemory(plans, groups, stage, options, units=units, ranks=ranks).resident(updated, offload)
     with together("shard(offload=...)", *sharers):
-        return Room(offload.budgets["device"], resident, unit_bytes(plans, options), offload.policy, offload.other)
+        return Room(offload.budgets["device"], resident, unit_bytes(plans), offload.policy, offload.other)
 
 
 def _with_layouts(plans: Sequence[ChunkPlan], layouts: Sequence[ChunkLayout]) -> list[ChunkPlan]:
@@ -328,11 +329,11 @@ def _from_zero(updated: UpdatedSlices) -> UpdatedSlices:
 
 
 def _auto_options(
-    offload: Offload, plans: Sequence[ChunkPlan], options: ShardOptions, of_all: Sequence[UpdatedSlices]
+    offload: Offload, plans: Sequence[ChunkPlan], of_all: Sequence[UpdatedSlices]
 ) -> dict[str, AutoOption]:
     """Return the "auto" options by name. State can be split at multiples of ALIGNMENT, other data between chunks."""
     total = max(sum(part.stop - part.start for slices in updated for part in slices) for updated in of_all)
-    sizes = (plan.most_kept * plan.dtype_in_use(options).itemsize for plan in reversed(plans))
+    sizes = (plan.most_kept * plan.dtype_in_use.itemsize for plan in reversed(plans))
     ends = list(accumulate(sizes, initial=0))
 
     def fraction_of_state(number: int) -> float:

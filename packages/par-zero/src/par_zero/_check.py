@@ -18,11 +18,10 @@ from ._policies import ParameterInit, ShardOptions
 from ._stage import STAGES
 from ._tiers import Offload
 from .known.classes import UpdateScope
-from .layout.build import ChunkPlan
-from .layout.chunk import Member
 from .layout.fill import device_of
+from .layout.plan import ChunkPlan, Member
 from .layout.sharers import DataParallelGroup
-from .layout.units import UnitPlace, tensors_of
+from .layout.units import tensors_of
 from .offload.disk import check_room
 from .optimizer.check import check_way_of_working
 from .placement.policies import POLICIES
@@ -34,27 +33,11 @@ _PACKED = "par_zero_packed"
 """Name of a sharded parameter's attribute with its `id`: a copy has the attribute, too, but another `id`."""
 
 
-def check(
-    module: nn.Module,
-    groups: Sequence[ParamGroup],
-    stage: int,
-    tensor: dist.ProcessGroup | None,
-    *,
-    in_pieces: bool = False,
-    ranks: tuple[int, int] = (1, 1),
-) -> None:
-    """Check the module and its optimizers, as far as this rank can see.
-
-    Args:
-        module: Module.
-        groups: Param groups of all its optimizers.
-        stage: Number of the ZeRO stage.
-        tensor: Ranks that hold the other shards of parameters which must be full, or None.
-        in_pieces: Whether the optimizer steps piece by piece, regardless of the stage.
-        ranks: Number of ranks that shard the parameters, and number of ranks that are replicas of each other.
+def check_module(module: nn.Module, stage: int) -> None:
+    """Check that a module can be sharded, and the number of the ZeRO stage.
 
     Raises:
-        ValueError, TypeError: The module cannot be sharded.
+        ValueError, TypeError: The module cannot be sharded, or there is no such stage.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is a {type(module).__name__}; give an nn.Module")
@@ -77,6 +60,27 @@ def check(
             raise ValueError(
                 f"{name!r} has sparse=True: its gradients are sparse, and chunks are dense; set sparse=False"
             )
+
+
+def check_optimizers(
+    module: nn.Module,
+    groups: Sequence[ParamGroup],
+    stage: int,
+    tensor: dist.ProcessGroup | None,
+    shares: Sequence[DataParallelGroup],
+) -> None:
+    """Check the optimizers of a module, as far as this rank can see.
+
+    Args:
+        module: Module.
+        groups: Param groups of all its optimizers.
+        stage: Number of the ZeRO stage.
+        tensor: Ranks that hold the other shards of parameters which must be full, or None.
+        shares: Data-parallel groups.
+
+    Raises:
+        ValueError: An optimizer cannot step what a rank has of the module.
+    """
     names = {parameter: name for name, parameter in module.named_parameters()}
     by_optimizer: dict[int, list[ParamGroup]] = {}
     for group in groups:
@@ -86,9 +90,11 @@ def check(
         _check_parameters(own, names)
     if groups:
         _check_each_has_one(groups, names)
+    shards = max(dist.get_world_size(share.group) for share in shares)
+    replicas = max(len(share.replica_ranks) for share in shares)
     for own in by_optimizer.values():
         # This check may run trial steps of the optimizer, so it comes after the checks that only read attributes.
-        check_way_of_working(own, names, stage, tensor, in_pieces=in_pieces, ranks=ranks)
+        check_way_of_working(own, names, stage, tensor, shards=shards, replicas=replicas)
 
 
 def mark_packed(parameters: Iterable[nn.Parameter]) -> None:
@@ -191,13 +197,13 @@ def _check_link(offload: Offload, module: nn.Module, groups: Sequence[ParamGroup
             f"gradients={offload.gradients!r}: the parameters are on {str(device)!r}, from where gradients follow the "
             "optimizer; remove gradients, and pass optimizer='host'"
         )
-    if offload.parameter_parts["disk"]:
+    if offload.fractions["parameters"]["disk"]:
         raise ValueError(
             f"parameters={offload.parameters!r}: the parameters are on {str(device)!r}, which can fetch them from its "
             "host and not from a disk; pass parameters='host'"
         )
     if "parameters" in offload.offloaded:
-        if groups and offload.parts["device"]:
+        if groups and offload.fractions["optimizer"]["device"]:
             raise ValueError(
                 f"parameters={offload.parameters!r}, optimizer={offload.optimizer!r}: parameters on the host of "
                 f"{str(device)!r} are stepped there; pass optimizer='host', or remove parameters"
@@ -296,46 +302,49 @@ def _check_each_has_one(groups: Sequence[ParamGroup], names: Mapping[nn.Paramete
 
 
 def check_groups(
-    group: dist.ProcessGroup,
-    replicas: dist.ProcessGroup | None,
-    gathers: dist.ProcessGroup | None,
-    tensor: dist.ProcessGroup | None,
+    share: DataParallelGroup,
+    gathers: dist.ProcessGroup | None = None,
+    tensor: dist.ProcessGroup | None = None,
     *,
     place: str = "",
 ) -> None:
     """Check that groups have only this rank in common, and that both communicators have the same ranks.
 
     Args:
-        group: Data-parallel ranks.
-        replicas: Ranks that keep the same shard, or None.
-        gathers: Second communicator of `group`, on which stage 3 all-gathers, or None.
-        tensor: Ranks that hold the other shards of parameters which must be full, or None.
-        place: Prefix of the groups' names in errors, such as "expert_groups[0].".
+        share: Data-parallel ranks.
+        gathers: Second communicator of the group, on which stage 3 all-gathers. Default: none.
+        tensor: Ranks that hold the other shards of parameters which must be full. Default: none.
+        place: Prefix of the groups' names in errors, such as "expert_groups[0].". Default: empty.
 
     Raises:
-        ValueError: The groups have more ranks in common than this rank, or `gathers` has other ranks than `group`.
+        ValueError: The groups have more ranks in common than this rank, `gathers` has other ranks than the group, or
+            `index_of` is wrong for this rank.
     """
-    ranks = dist.get_process_group_ranks(group)
+    ranks = dist.get_process_group_ranks(share.group)
     if gathers is not None and dist.get_process_group_ranks(gathers) != ranks:
         raise ValueError(
             f"gather_group={dist.get_process_group_ranks(gathers)}: group has the ranks {ranks}; pass a communicator "
             "of the same ranks in the same order, or None"
         )
     if tensor is not None:
-        near = sorted({rank for one in (group, replicas) if one for rank in dist.get_process_group_ranks(one)})
         parts = sorted(dist.get_process_group_ranks(tensor))
-        if set(near) & set(parts) != {dist.get_rank()}:
+        if set(share.near) & set(parts) != {dist.get_rank()}:
             raise ValueError(
-                f"tensor_group={parts}: the data-parallel ranks and their replicas are {near}, and tensor-parallel "
-                "ranks have only this rank in common with them; pass the group of this rank's tensor axis"
+                f"tensor_group={parts}: the data-parallel ranks and their replicas are {share.near}, and "
+                "tensor-parallel ranks have only this rank in common with them; pass the group of this rank's tensor "
+                "axis"
             )
-    if replicas is not None:
-        near, far = (sorted(dist.get_process_group_ranks(one)) for one in (group, replicas))
-        if set(near) & set(far) != {dist.get_rank()}:
-            raise ValueError(
-                f"{place}replicas are the ranks {far}, and group the ranks {near}; a rank's replicas are itself and "
-                "ranks of other groups"
-            )
+    if set(ranks) & set(share.replica_ranks) != {dist.get_rank()}:
+        raise ValueError(
+            f"{place}replicas are the ranks {sorted(share.replica_ranks)}, and group the ranks {sorted(ranks)}; a "
+            "rank's replicas are itself and ranks of other groups"
+        )
+    rank, place_in_group = dist.get_rank(), dist.get_rank(share.group)
+    if share.index_of is not None and share.index_of(rank) != place_in_group:
+        raise ValueError(
+            f"{place}index_of({rank})={share.index_of(rank)!r}: this rank is number {place_in_group} of its group; "
+            "return the position of each rank in its own group, or remove index_of"
+        )
 
 
 def check_expert_groups(groups: object, first: DataParallelGroup, module: nn.Module, options: ShardOptions) -> None:
@@ -359,7 +368,7 @@ def check_expert_groups(groups: object, first: DataParallelGroup, module: nn.Mod
             raise ValueError(
                 f"{place}.divisor={each.divisor}: reduce_op='sum' divides by nothing; remove one of the two"
             )
-        check_groups(each.group, each.replicas, None, None, place=f"{place}.")
+        check_groups(each, place=f"{place}.")
         if each.parameters is None and set(first.near) < set(each.near):
             raise ValueError(
                 f"{place} has the ranks {each.near}: they include all ranks of group, {first.near}, so sharding "
@@ -375,7 +384,6 @@ def check_expert_groups(groups: object, first: DataParallelGroup, module: nn.Mod
 
 def described(
     members: Sequence[Member],
-    place_of: Mapping[nn.Parameter, UnitPlace],
     stage: int,
     options: ShardOptions,
     share: int = 0,
@@ -384,7 +392,6 @@ def described(
 
     Args:
         members: Parameters.
-        place_of: FSDP unit and called modules of each parameter.
         stage: ZeRO stage.
         options: All options.
         share: Index of the data-parallel group whose ranks compare the text. The ranks of the first group compare all
@@ -394,7 +401,7 @@ def described(
     parts = [
         (
             *(member.names, tuple(member.shape) if member.share == share else (), str(member.parameter.dtype)),
-            place_of[member.parameter],
+            member.place,
             *(member.group, member.owner, member.atomic, member.assembled, member.share),
             member.parameter.requires_grad and member.group < 0,
         )

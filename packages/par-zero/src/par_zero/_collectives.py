@@ -130,7 +130,7 @@ class Flags:
     """
 
     def __init__(self, flags: Sequence[int], groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
-        numbers = torch.tensor(flags, dtype=torch.int32)
+        numbers = torch.tensor(flags, dtype=torch.int32, device="cpu")
         self._numbers = numbers if device.type == "cpu" else copy_to_device(numbers, device)
         self._others = groups[1:]
         self._handle = all_reduce(self._numbers, groups[0], dist.ReduceOp.MAX) if groups else Handle([])
@@ -248,6 +248,27 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, op: Any = dist.Re
     if dist.get_world_size(group) == 1:
         return Handle([])
     return Handle([dist.all_reduce(tensor, op, group=group, async_op=True)])
+
+
+def largest_of(
+    numbers: Sequence[int],
+    groups: Iterable[dist.ProcessGroup],
+    device: torch.device,
+    dtype: torch.dtype = torch.int32,
+) -> list[int]:
+    """Return the elementwise maximum of the ranks' lists. The host waits for one all-reduce per group.
+
+    Args:
+        numbers: Integers of this rank, as many as on every other rank.
+        groups: Groups of ranks. The maximum reaches all ranks that a chain of overlapping groups connects.
+        device: Device of the all-reduces.
+        dtype: Dtype of the all-reduced numbers.
+    """
+    largest = torch.tensor(numbers, dtype=dtype, device=device)
+    for group in groups:
+        # A group reduces the results of the group before, so they must have arrived.
+        all_reduce(largest, group, dist.ReduceOp.MAX).wait()
+    return [int(number) for number in largest.tolist()]
 
 
 def scaled_sum(tensor: torch.Tensor, group: dist.ProcessGroup, *, scale: float) -> Handle:

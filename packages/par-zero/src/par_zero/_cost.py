@@ -116,6 +116,7 @@ def memory(
     # stage 0, two ranks all-reduce in place instead.
     buffers = inflight * (cuts.shards_gradients + (cuts.shards_state or ranks > 2))
     given = offload or _NOTHING
+    fractions = {name: by_tier[tier] for name, by_tier in given.fractions.items()}
     share = ranks if cuts.shards_state else 1
     own = parameters / share
     state = own * dtype.itemsize * copies
@@ -124,9 +125,9 @@ def memory(
     stepped = assembled * dtype.itemsize / share
     if tier == "device":
         return Memory(
-            parameters=in_use * given.parameter_parts[tier],
-            gradients=sums * given.gradient_parts[tier] + stepped,
-            optimizer=state * given.parts[tier]
+            parameters=in_use * fractions["parameters"],
+            gradients=sums * fractions["gradients"] + stepped,
+            optimizer=state * fractions["optimizer"]
             + (stepped if used == dtype else 0),  # else it is the copy that there is anyway
             buffers=chunk * reduced.itemsize * buffers,
         )
@@ -134,9 +135,9 @@ def memory(
     if tier == "disk":
         sums = own * dtype.itemsize
     return Memory(
-        parameters=in_use * given.parameter_parts[tier],
-        gradients=sums * given.gradient_parts[tier],
-        optimizer=state * given.parts[tier],
+        parameters=in_use * fractions["parameters"],
+        gradients=sums * fractions["gradients"],
+        optimizer=state * fractions["optimizer"],
         buffers=_host_buffers(given, own, chunk / share, dtype, used, copies) if tier == "host" else 0,
     )
 
@@ -154,8 +155,8 @@ def _host_buffers(
         used: Dtype of the parameters that the module computes with.
         copies: Number of tensors in `dtype` that the optimizer holds of each element.
     """
-    state, parameters, gradients = (
-        parts["disk"] for parts in (offload.parts, offload.parameter_parts, offload.gradient_parts)
+    state, gradients, parameters = (
+        offload.fractions[name]["disk"] for name in ("optimizer", "gradients", "parameters")
     )
     most = max(state, parameters, gradients) * own
     piece = min(offload.piece_bytes / dtype.itemsize, most)

@@ -83,8 +83,8 @@ class Engine:
         room: Room | None = None,
     ) -> None:
         self._sharers, self._chunks = sharers, tuple(chunks)
-        self._trained = [chunk for chunk in chunks if chunk.trained]
-        stepped = [[chunk for chunk in self._trained if chunk.owner == n] for n in range(len(optimizers))]
+        self._trained = [chunk for chunk in chunks if chunk.plan.trained]
+        stepped = [[chunk for chunk in self._trained if chunk.plan.owner == n] for n in range(len(optimizers))]
         self._module, self._meter = module, Meter()
         for chunk in chunks:
             chunk.meter = self._meter
@@ -104,8 +104,8 @@ class Engine:
         if stage.shards_parameters:
             flags = sharers.device_of_flags(chunks[0].device)
             agreement = Agreement(units, sharers.gathering, flags, self._reducer, flags=FLAGS + (room is not None))
-            self._steps = None if room is None else _steps_within(room, units, optimizers, agreement)
-            book = self._steps or _pass_book(units)
+            book = _book_of(units, room, optimizers, agreement.most)
+            self._steps = book if isinstance(book, StepBook) else None
             executor = Executor(units, book, agreement, self._reducer)
             self._gatherer = Gatherer(module, units, self._reducer, executor, self._meter)
         # The gatherer's hooks come first, because the units that they free belong to the pass.
@@ -116,7 +116,7 @@ class Engine:
         self._optimizers: list[SteppedOptimizer] = []
         # The ranks compute with copies of the optimizer's tensors: on other ranks, or in another dtype on this rank.
         keeps_copies = any(
-            chunk.has_copies or chunk.assembled or (stage.shards_state and chunk.layout.ranks > 1)
+            chunk.has_copies or chunk.plan.assembled or (stage.shards_state and chunk.layout.ranks > 1)
             for chunk in self._trained
         )
         self._writes = Writes(
@@ -128,7 +128,7 @@ class Engine:
             late=is_late,
         )
         for assembly in assemblies.values():
-            self._reducer.hooks.at_end.append(partial(assembly.take_gradients, self._reducer.pop_sum))
+            self._reducer.hooks.at_end.append(partial(assembly.take_gradients, self._reducer.gradients))
         cuts = {} if offload is None else {c: tiers.pieces for c, tiers in zip(chunks, offload.chunks, strict=True)}
         first = 0
         for number, optimizer in enumerate(optimizers):
@@ -200,7 +200,7 @@ class Engine:
         for number, optimizer in enumerate(optimizers):
             tier.adopt_(number)
             on_settle(tier.tensors(number), tier.settle)
-            on_settle(tier.tensors(number), partial(self._writes.settled, number))
+            on_settle(tier.tensors(number), self._writes.watches[number].settled)
             # Both read or write state, which a late step may still be stepping.
             optimizer.register_state_dict_pre_hook(tier.settle)
             optimizer.register_load_state_dict_pre_hook(tier.settle)
@@ -347,7 +347,7 @@ class Engine:
 
     def _zero_grad_of(self, item: int, set_to_none: bool = True) -> None:  # noqa: ARG002 - the module's signature
         """Drop the gradients of one of several called modules."""
-        chunks = [chunk for chunk in self._trained if item in chunk.items]
+        chunks = [chunk for chunk in self._trained if item in chunk.plan.place.items]
         self._reducer.usage.forget(chunks)
         for chunk in chunks:
             for tensor in (*(part.tensor for part in chunk.slices), *chunk.wholes):
@@ -415,7 +415,7 @@ class Engine:
                 self._gatherer.check_step()
             self._wait_for_parameters(chunks)
             self._follow_module_writes(number)
-            self._writes.begin_step(number)
+            self._writes.watches[number].end()
             if self._disk_tier is not None:
                 self._disk_tier.before_step(number)
             # Parameters of another optimizer may still be in flight, and a plain read would wait for them.
@@ -459,7 +459,7 @@ class Engine:
             return
         if self._disk_tier is not None:
             self._disk_tier.end_step(number)
-        self._writes.put_back_(number)
+        self._writes.watches[number].put_back_()
         self._publish(number)
         if self._sections is not None:
             self._sections.forget()
@@ -489,7 +489,7 @@ class Engine:
                     chunk.own[: chunk.master.numel()].copy_(chunk.master)
             if not anew:
                 self._program.note_stepped(chunks)
-            self._writes.end_step(number)
+            self._writes.watches[number].begin()
             # The all-gathers begin last: from then on the optimizer's tensors wait for them when they are touched.
             if self._arrivals is not None:
                 self._arrivals.begin(chunks)
@@ -506,14 +506,14 @@ class Engine:
         if written and self._writes.was_written(number):
             self._refuse_both_writes(number, written[0])
         # An alias may exist on one rank only, such as in a log of rank 0, so the ranks exchange nothing here.
-        aliased = [] if self._writes.has_seen(number) else self._module_writes.find_aliased(chunks)
+        aliased = [] if self._writes.watches[number].found else self._module_writes.find_aliased(chunks)
         found = list(dict.fromkeys([*written, *aliased]))
         if found:
             self._wait_for_parameters(found)
             if self._disk_tier is not None:
                 self._disk_tier.settle()
             self._module_writes.follow_(found)
-            self._writes.agree(number)
+            self._writes.watches[number].begin()  # its tensors have what all ranks wrote
 
     def _refuse_both_writes(self, number: int, chunk: Chunk) -> NoReturn:
         optimizer = self._optimizers[number].optimizer
@@ -545,21 +545,22 @@ class Engine:
             self._arrivals.wait(self._trained if chunks is None else chunks)
 
 
-def _pass_book(units: Sequence[Unit]) -> PassBook:
-    """Make the book of passes."""
+def _book_of(
+    units: Sequence[Unit], room: Room | None, optimizers: Sequence[Optimizer], most: Callable[[list[int]], list[int]]
+) -> PassBook:
+    """Make the book of passes, or the book of steps within a budget of the device."""
+    outer = [unit.outer for unit in units]
     trained = [[chunk.number for chunk in unit.chunks if chunk.number >= 0] for unit in units]
-    return PassBook([unit.outer for unit in units], trained)
-
-
-def _steps_within(room: Room, units: Sequence[Unit], optimizers: Sequence[Optimizer], agreement: Agreement) -> StepBook:
-    """Make the book of steps within a budget of the device."""
+    if room is None:
+        return PassBook(outer, trained)
     sizes = {unit.label: room.sizes.get(unit.number, 0) for unit in units}
     return StepBook(
         Recording(list(sizes), room.other or partial(_other_bytes, units, optimizers, room)),
-        _pass_book(units),
+        outer,
+        trained,
         place=partial(room.place, sizes),
         resident=sum(room.resident.values()),
-        most=agreement.most,
+        most=most,
     )
 
 

@@ -1,8 +1,7 @@
-"""`shard` makes a module and its optimizer data parallel in one call, and what you call on a sharded module later."""
+"""`shard` makes a module and its optimizer data parallel in one call."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -18,12 +17,13 @@ from ._check import (
     ENGINE,
     agreed,
     agreed_chunks,
-    check,
     check_abstract,
     check_backends,
     check_expert_groups,
     check_groups,
+    check_module,
     check_offload,
+    check_optimizers,
     described,
 )
 from ._collectives import communicators, connect, is_in_use
@@ -33,24 +33,21 @@ from ._policies import MixedPrecision, OptimizerUpdate, Overlap, ParameterInit, 
 from ._stage import STAGES
 from ._tiers import Offload
 from ._torch_private import unsaved_buffers
-from ._unit import Unit
-from .layout.alike import make_rest_alike_
-from .layout.build import ChunkPlan, members_of, pack_chunk_, plan_chunks
+from ._unit import make_units
+from .layout.alike import broadcast_, make_rest_alike_
+from .layout.build import members_of, pack_chunk_, plan_chunks
 from .layout.chunk import Chunk
 from .layout.fill import Filler, device_of, make_real_
+from .layout.plan import ChunkPlan
 from .layout.records import SameShare, record_, record_of
 from .layout.sharers import DataParallelGroup, Groups, Sharers
-from .layout.units import UnitPlace, choose_units, outer_units, places, tensors_of, unit_names
+from .layout.units import choose_units, tensors_of
 from .layout.unwritten import Unwritten
 from .offload.plan import OffloadPlan, offload_chunk_, plan_offload
-from .offload.tier import DiskUsage
 from .optimizer.agreement import agreed_blocks
 from .optimizer.assembly import assemble
-from .placement.moments import Trace
-from .programs.ledger import ZeroProgram
 from .programs.planned import PlannedRanks, register_model, register_units
 from .programs.predict import RegisteredUnit
-from .residency.table import Residency
 
 
 def shard(
@@ -119,7 +116,6 @@ def shard(
     # other ranks waiting in their first collective.
     problem: Exception | None = None
     members, options, modules, optimizers, parts = [], ShardOptions(), [[module]], list[Optimizer](), [0]
-    place_of: dict[nn.Parameter, UnitPlace] = {}
     abstract: dict[torch.Tensor, str] = {}  # tensors on the meta device
     filler: Filler | None = None
     tiers, stepped, start = Offload(), list[ParamGroup](), ParameterInit()
@@ -134,21 +130,34 @@ def shard(
         start, tiers = policy_of(ParameterInit, "init", init), policy_of(Offload, "offload", offload)
         optimizers = in_a_row(optimizer)
         stepped = param_groups(optimizers, options.update)
-        check(module, stepped, stage, tensor, in_pieces=tiers.uses_disk, ranks=_most_ranks(shares))
+        check_module(module, stage)
         check_expert_groups(expert_groups, first_group, module, options)
         check_offload(tiers, module, stepped, stage, start.device)
-        _check_first_group(first_group, replicas)
-        check_groups(first_group.group, first_group.replicas, options.overlap.gather_group, tensor)
+        if replicas is not None and first_group.replicas is not replicas:
+            raise ValueError(
+                "replicas=...: group is a DataParallelGroup, which has its own replicas; pass "
+                "group=DataParallelGroup(group, replicas) without replicas="
+            )
+        check_groups(first_group, options.overlap.gather_group, tensor)
         check_abstract(module, start, sharers)
+        # Last, because trial steps may warn, and then no other check may raise.
+        check_optimizers(module, stepped, stage, tensor, shares)
         unit_bytes = options.overlap.bucket_of(dist.get_world_size(first_group.group))
         if STAGES[stage].shards_parameters:
             modules = choose_units(module, units, unit_bytes)
         abstract = {each: name for name, each in tensors_of(module) if each.is_meta}
         if abstract and start.init_fn is not None:
             filler = Filler(module, choose_units(module, units, unit_bytes), start.init_fn)
-        place_of = places(module, modules)
         parts = [dist.get_rank()] if tensor is None else dist.get_process_group_ranks(tensor)
-        members = members_of(module, stepped, STAGES[stage], shares, parts, options.precision.param_dtype)
+        members = members_of(
+            module,
+            stepped,
+            STAGES[stage],
+            modules,
+            shares=shares,
+            tensor=parts,
+            param_dtype=options.precision.param_dtype,
+        )
         if not members:
             raise ValueError(
                 f"module={type(module).__name__}: it has no parameters to shard; pass a module with parameters, or do "
@@ -159,23 +168,23 @@ def shard(
     gathers, device = options.overlap.gather_group, start.device
     # These options decide which collectives the ranks run and what they allocate, so they must be equal, too.
     given = (
-        *(first_group.index_of is None, gathers is None, tensor is None, tiers.auto, tiers.furthest.parts),
-        *(tiers.furthest.parameter_parts, tiers.furthest.gradient_parts, tiers.piece_bytes, tiers.overlap),
+        *(first_group.index_of is None, gathers is None, tensor is None, tiers.auto, tiers.furthest.fractions),
+        *(tiers.piece_bytes, tiers.overlap),
         *(tiers.budgets, tiers.policy, list(abstract.values()), filler is None, getattr(device, "type", None)),
     )
-    texts = [f"{described(members, place_of, stage, options, number)} {given}" for number in range(len(shares))]
+    texts = [f"{described(members, stage, options, number)} {given}" for number in range(len(shares))]
     parameters = [member.parameter for member in members]
     ranks, used = tuple[int, ...](), tuple[bool, ...]()
     records, plans, registered = dict[nn.Parameter, Sharding](), list[ChunkPlan](), list[RegisteredUnit]()
     offload_plan: OffloadPlan | None = None
     reach: tuple[bool, ...] = (True,)
     try:
-        own_use = [is_in_use([*share.groups, None if number else gathers]) for number, share in enumerate(shares)]
-        ranks, used = agreed(problem, texts, shares, own_use)
+        communicators_of = [[*share.groups, None if number else gathers] for number, share in enumerate(shares)]
+        ranks, used = agreed(problem, texts, shares, list(map(is_in_use, communicators_of)))
         records = {parameter: record_of(parameter, ranks) for parameter in parameters}
         counts = [dist.get_world_size(share.group) for share in shares]
-        plans = plan_chunks(members, place_of, records, STAGES[stage], counts, options, tensor=len(parts))
-        plans, reach = agreed_chunks(plans, shares)
+        planned = plan_chunks(members, records, STAGES[stage], counts, options, tensor=len(parts))
+        plans, reach = agreed_chunks(planned, shares)
         registered = register_units(module, modules, plans) if STAGES[stage].shards_parameters else []
         tiers, offload_plan = _plan_offload(
             tiers, plans, stepped, stage, options, shares=shares, units=registered, module=module, device=device
@@ -187,9 +196,15 @@ def shard(
     # The last point at which all errors so far are raised, on tensor-parallel ranks as well. The module is still
     # unchanged.
     blocks = agreed_blocks(problem, plans, records, ranks, tensor, STAGES[stage])
-    together_with = sharers if tensor is None else [*sharers, tensor]
     room = plan_room(
-        plans, stepped, STAGES[stage], options, tiers, shares=shares, units=registered, sharers=together_with
+        plans,
+        stepped,
+        STAGES[stage],
+        options,
+        tiers,
+        shares=shares,
+        units=registered,
+        sharers=sharers if tensor is None else [*sharers, tensor],
     )
     place = device_of(module, device)
     computes_on = place if parameters[0].is_meta else torch.device(device or parameters[0].device)
@@ -209,8 +224,8 @@ def shard(
 
     def pack_(plan: ChunkPlan) -> Chunk:
         where = place if plan.members[0].parameter.is_meta else device
-        make_alike = partial(_make_alike_, share=shares[plan.share])
-        chunk = pack_chunk_(plan, each[plan.share], STAGES[stage], options, where, make_alike)
+        make_alike = partial(broadcast_, share=shares[plan.share])
+        chunk = pack_chunk_(plan, each[plan.share], STAGES[stage], where, make_alike)
         offload_chunk_(offload_plan, plans.index(plan), chunk)
         return chunk
 
@@ -218,29 +233,15 @@ def shard(
     _bring_rest_(module, () if filler is not None else abstract, place, device, packed=set(parameters), shares=shares)
     # The first collective on a communicator is a rendezvous. In a step, ranks could begin it in different orders.
     connect(_unconnected(each, [*sharers, gathers], tensor, computes_on), computes_on)
-    gathered = [
-        Unit(
-            number,
-            name,
-            unit,
-            [chunk for chunk in chunks if place_of[chunk.members[0].parameter].unit == number],
-            outer,
-        )
-        for number, (name, unit, outer) in enumerate(
-            zip(unit_names(module, modules), modules, outer_units(modules), strict=True)
-        )
-    ]
-    assemblies = assemble(
-        chunks, blocks, tensor, tuple(shares[0].replica_ranks) if STAGES[stage].shards_state else ranks
-    )
+    copies = tuple(shares[0].replica_ranks) if STAGES[stage].shards_state else ranks
     engine = Engine(
         module,
         optimizers,
         chunks,
         STAGES[stage],
         Sharers(each=each, reach=reach),
-        gathered,
-        assemblies=assemblies,
+        make_units(module, modules, chunks),
+        assemblies=assemble(chunks, blocks, tensor, copies),
         model=model,
         offload=offload_plan,
         room=room,
@@ -248,26 +249,11 @@ def shard(
     engine.watch(parameters)
     # The metadata describes the optimizer's slices, which exist only once the engine was made, and shards on a host,
     # which their parameters refer to only once they are watched.
-    record_(chunks, records, _same_shares(shares, each))
+    same = [SameShare(share.group, share.replicas, share.index_of) for share in shares]
+    record_(chunks, records, dict(zip(each, same, strict=True)))
     if abstract and filler is None:
         Unwritten(module, [tensor for tensor in abstract if not tensor.is_meta], engine.reset)
     return module, optimizer
-
-
-def no_sync(module: nn.Module, *, keep: bool = True) -> AbstractContextManager[None]:
-    """Accumulate gradients locally inside; the first backward pass outside reduces them together.
-
-    At stages 2 and 3 each rank then stores full gradients, as at stage 1.
-
-    Args:
-        module: Module that was passed to `shard`, or an item of it that is called.
-        keep: Whether stage 3 keeps gathered parameters for the next passes, which needs memory for the full model.
-            False: every pass gathers and frees them, as outside.
-
-    Raises:
-        ValueError: The module is not sharded.
-    """
-    return _engine_of(module).no_sync(keep=keep)
 
 
 def sync_module_states_(
@@ -294,131 +280,6 @@ def sync_module_states_(
     return module
 
 
-def summon(module: nn.Module) -> AbstractContextManager[None]:
-    """Show full parameters inside, at stage 3 too, and keep what you write to them. Collective.
-
-    At stages 1 and 2 it waits for the all-gathers of the latest step. Without it, the first torch operation on a
-    parameter waits. Enter `summon` before code that reads the memory without torch, such as a captured graph.
-
-    Args:
-        module: Module that was passed to `shard`, or an item of it that is called.
-
-    Raises:
-        ValueError: The module is not sharded.
-        RuntimeError: A parameter was replaced inside instead of written in place; raised on leaving.
-    """
-    return _engine_of(module).summon()
-
-
-def residency(module: nn.Module) -> Residency:
-    """Return the bytes of a sharded module by tier and kind, now and at the peak of the latest step.
-
-    The result prints as a table. The call neither waits nor communicates. Saved activations are not counted, nor is the
-    copy of parameters by which `summon` finds writes.
-
-    Args:
-        module: Module that was passed to `shard`, or an item of it that is called.
-
-    Raises:
-        ValueError: The module is not sharded.
-    """
-    return _engine_of(module).residency()
-
-
-def disk_usage(module: nn.Module) -> DiskUsage:
-    """Return what this rank stores on a disk, and measure the disk's speed by reading and writing some of it.
-
-    The call waits for the writes of the latest step. Ranks that share a disk should call it at the same time, so that
-    each measures its share of the bandwidth.
-
-    Args:
-        module: Module that was passed to `shard`, or an item of it that is called.
-
-    Raises:
-        ValueError: The module is not sharded.
-        OSError: The disk has failed.
-    """
-    return _engine_of(module).disk_usage()
-
-
-def reload_state(module: nn.Module, size: int) -> int:
-    """Load optimizer state from the disk into memory for good, piece by piece. Call it between steps.
-
-    Each rank may load another amount, and no result changes. The space in the file stays reserved.
-
-    Args:
-        module: Module that was passed to `shard`, or an item of it that is called.
-        size: Largest number of bytes to load. Pieces that a step waits for longest are loaded first.
-
-    Returns:
-        Number of bytes that were loaded.
-
-    Raises:
-        ValueError: The module is not sharded, or `size` is negative.
-    """
-    if size < 0:
-        raise ValueError(f"size={size}: it is a number of bytes; pass 0 or more")
-    return _engine_of(module).reload_state(size)
-
-
-def trace(module: nn.Module) -> Trace | None:
-    """Return what the last complete step needed on this rank, as input of `place`.
-
-    Args:
-        module: Module that was passed to `shard` at stage 3 with a budget, such as `Offload(budget="80GB")`.
-
-    Returns:
-        The trace; None before the first complete step, and without a budget, since steps are then not recorded.
-
-    Raises:
-        ValueError: The module is not sharded.
-    """
-    return _engine_of(module).trace
-
-
-def program(module: nn.Module) -> ZeroProgram | None:
-    """Return what this rank did in the latest step, entry by entry. It prints as text, and its `peak` is in bytes.
-
-    Before the first step, it is the program that is predicted: one forward and one backward of all units in the order
-    in which the module registers them. If no `Overlap(inflight=...)` bounds the reductions on a CPU, its bytes are an
-    upper bound.
-
-    Args:
-        module: Module that was passed to `shard`, or an item of it that is called.
-
-    Returns:
-        The program; None after a step of more than 50,000 entries.
-
-    Raises:
-        ValueError: The module is not sharded.
-    """
-    return _engine_of(module).program()
-
-
-def reset(module: nn.Module) -> None:
-    """Drop partial gradients after an exception in forward or backward, so that the next step is correct.
-
-    Call it on all ranks: each rank completes the collectives that other ranks may have begun in the failed pass. The
-    pass must have begun on every rank. At stage 3, ranks that failed at different positions of a pass without a
-    program, such as the first pass, may still hang.
-
-    Args:
-        module: Module that was passed to `shard`, or an item of it that is called.
-
-    Raises:
-        ValueError: The module is not sharded.
-    """
-    _engine_of(module).reset()
-
-
-def _engine_of(module: nn.Module) -> Engine:
-    # A module that torch.compile returned passes attribute reads on to the original module.
-    engine = getattr(module, ENGINE, None)
-    if not isinstance(engine, Engine):
-        raise ValueError(f"this {type(module).__name__} is not sharded; pass the module that you passed to shard()")
-    return engine
-
-
 def _plan_offload(
     offload: Offload,
     plans: Sequence[ChunkPlan],
@@ -434,6 +295,7 @@ def _plan_offload(
     """Return the options with tiers in place of "auto", and the plan of what is offloaded; None if nothing is."""
     is_on_cpu = device_of(module, device).type == "cpu"
     if offload.auto or set(offload.budgets) - {"device"}:
+        own = {id(tensor): tensor.nbytes for _, tensor in tensors_of(module)}
         offload = fit_to_budgets(
             offload,
             plans,
@@ -442,33 +304,15 @@ def _plan_offload(
             options,
             shares=shares,
             units=units,
-            unpacked=_bytes_beside(module, [member.parameter for plan in plans for member in plan.members]),
+            unpacked=sum(own.values()) - sum(own[id(member.parameter)] for plan in plans for member in plan.members),
             is_on_cpu=is_on_cpu,
         )
     if not offload.offloaded:
         return offload, None
     # A rank may fail to create its file, and then all ranks raise an error.
     with together("shard(offload=...)", *(group for share in shares for group in share.groups)):
-        return offload, plan_offload(
-            plans, stepped, STAGES[stage], _ranks_in(shares), offload, options, is_on_cpu=is_on_cpu
-        )
-
-
-def _most_ranks(shares: Sequence[DataParallelGroup]) -> tuple[int, int]:
-    """Return the largest number of ranks that shard parameters, and of ranks that step the same shard."""
-    copies = [1 if share.replicas is None else dist.get_world_size(share.replicas) for share in shares]
-    return max(dist.get_world_size(share.group) for share in shares), max(copies)
-
-
-def _ranks_in(shares: Sequence[DataParallelGroup]) -> list[int]:
-    """Return the index of this rank in each data-parallel group."""
-    return [dist.get_rank(share.group) for share in shares]
-
-
-def _bytes_beside(module: nn.Module, packed: Iterable[nn.Parameter]) -> int:
-    """Return the bytes of a module's parameters and buffers that are not packed."""
-    own = {id(tensor): tensor.nbytes for _, tensor in tensors_of(module)}
-    return sum(own.values()) - sum(own[id(parameter)] for parameter in packed)
+        ranks = [dist.get_rank(share.group) for share in shares]
+        return offload, plan_offload(plans, stepped, STAGES[stage], ranks, offload, is_on_cpu=is_on_cpu)
 
 
 def _pack_filled_(
@@ -527,33 +371,6 @@ def _bring_rest_(
             # Packed parameters are on the device already, so this does not move them.
             tensor.data = tensor.data.to(device)
     make_rest_alike_(module, packed, shares, place)
-
-
-def _make_alike_(packed: torch.Tensor, *, share: DataParallelGroup) -> None:
-    """Broadcast the first rank's values of a buffer over each communicator of a data-parallel group."""
-    for group in share.groups:
-        if dist.get_world_size(group) > 1:
-            dist.broadcast(packed, group=group, group_src=0)
-
-
-def _check_first_group(share: DataParallelGroup, replicas: dist.ProcessGroup | None) -> None:
-    """Check that `replicas` and `index_of` agree with the group that they describe."""
-    rank, place = dist.get_rank(), dist.get_rank(share.group)
-    if replicas is not None and share.replicas is not replicas:
-        raise ValueError(
-            "replicas=...: group is a DataParallelGroup, which has its own replicas; pass "
-            "group=DataParallelGroup(group, replicas) without replicas="
-        )
-    if share.index_of is not None and share.index_of(rank) != place:
-        raise ValueError(
-            f"index_of({rank})={share.index_of(rank)!r}: this rank is number {place} of its group; return the position "
-            "of each rank in its own group, or remove index_of"
-        )
-
-
-def _same_shares(shares: Sequence[DataParallelGroup], each: Sequence[Groups]) -> dict[Groups, SameShare]:
-    """Return the lookup of ranks that hold the same shard, by communicators."""
-    return dict(zip(each, (SameShare(share.group, share.replicas, share.index_of) for share in shares), strict=True))
 
 
 def _communicators(

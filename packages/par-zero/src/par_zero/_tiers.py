@@ -123,32 +123,19 @@ class Offload:
             raise TypeError(f"other is {self.other!r}; give a function that returns bytes, or None")
 
     @property
-    def parts(self) -> dict[str, float]:
-        """Fraction of the optimizer's state in each tier; the sum is 1."""
-        return _parts_of("optimizer", self.optimizer)
+    def fractions(self) -> dict[str, dict[str, float]]:
+        """Fraction of the optimizer's state, of gradients and of parameters in each tier; each sum is 1."""
+        return {name: _fractions_of(name, getattr(self, name)) for name in _AUTO}
 
     @property
-    def parameter_parts(self) -> dict[str, float]:
-        """Fraction of the parameters in each tier; the sum is 1."""
-        return _parts_of("parameters", self.parameters)
-
-    @property
-    def gradient_parts(self) -> dict[str, float]:
-        """Fraction of the gradients in each tier; the sum is 1."""
-        return _parts_of("gradients", self.gradients)
-
-    @property
-    def offloaded(self) -> dict[str, Parts]:
-        """Options whose data is, or may be, offloaded from the device: their values by name."""
-        far = self.furthest
-        parts = {"optimizer": far.parts, "parameters": far.parameter_parts, "gradients": far.gradient_parts}
-        return {name: getattr(self, name) for name, by_tier in parts.items() if by_tier["device"] < 1}
+    def offloaded(self) -> tuple[str, ...]:
+        """Names of the options whose data is, or may be, offloaded from the device."""
+        return tuple(name for name, by_tier in self.furthest.fractions.items() if by_tier["device"] < 1)
 
     @property
     def uses_disk(self) -> bool:
         """Whether any data is on a disk, or may be."""
-        far = self.furthest
-        return any(parts["disk"] for parts in (far.parts, far.parameter_parts, far.gradient_parts))
+        return any(by_tier["disk"] for by_tier in self.furthest.fractions.values())
 
     @property
     def auto(self) -> tuple[str, ...]:
@@ -159,20 +146,8 @@ class Offload:
     def furthest(self) -> "Offload":
         """The same options, with "auto" replaced by the last tier that has a budget."""
         last = next((tier for tier in ("disk", "host") if self.budgets.get(tier)), "device")
-        return self.with_parts(dict.fromkeys(self.auto, last)) if self.auto else self
-
-    def with_parts(self, parts: Mapping[str, Parts]) -> "Offload":
-        """Return the same options with other tiers for some of them.
-
-        Args:
-            parts: Tier or fractions by name of the option.
-        """
-        return replace(
-            self,
-            optimizer=parts.get("optimizer", self.optimizer),
-            parameters=parts.get("parameters", self.parameters),
-            gradients=parts.get("gradients", self.gradients),
-        )
+        resolved: dict[str, Any] = dict.fromkeys(self.auto, last)
+        return replace(self, **resolved)
 
     @property
     def piece_bytes(self) -> int:
@@ -202,7 +177,7 @@ class Offload:
         return "" if self.path is None else fspath(self.path)
 
 
-def _parts_of(name: str, given: object) -> dict[str, float]:
+def _fractions_of(name: str, given: object) -> dict[str, float]:
     """Return the fraction of some data in each tier; the sum is 1.
 
     Args:

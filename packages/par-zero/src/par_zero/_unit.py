@@ -17,6 +17,7 @@ from torch import nn
 from ._collectives import Handle, all_gather
 from ._torch_private import without_new_version
 from .layout.chunk import Chunk
+from .layout.units import outer_units, unit_names
 from .offload.link import MemoryLink
 from .watch.outputs import SideOutputs
 
@@ -221,3 +222,18 @@ class Unit:
             # Even an equal copy changes the version of a shard on disk, which discards its prefetch.
             if self.shards is None or not self.shards.has(chunk) or not torch.equal(chunk.own, part):
                 chunk.own.copy_(part)
+
+
+def make_units(root: nn.Module, modules: Sequence[Sequence[nn.Module]], chunks: Sequence[Chunk]) -> list[Unit]:
+    """Return the units of a sharded module.
+
+    Args:
+        root: Module that is sharded.
+        modules: Modules of each unit, as `choose_units` returns them.
+        chunks: Chunks of the module.
+    """
+    described = zip(unit_names(root, modules), modules, outer_units(modules), strict=True)
+    return [
+        Unit(number, name, own, [chunk for chunk in chunks if chunk.plan.place.unit == number], outer)
+        for number, (name, own, outer) in enumerate(described)
+    ]

@@ -77,12 +77,8 @@ def _make_alike_(tensors: Sequence[torch.Tensor], share: DataParallelGroup, devi
             continue
         # Tensors of all dtypes travel in one broadcast, as bytes.
         own = torch.cat([_bytes_of(each).to(device) for each in bucket])
-        # The broadcast over the group comes first, and then the one over replicas, so the values of the very first rank
-        # reach all ranks.
         first = own.clone()
-        for group in share.groups:
-            if dist.get_world_size(group) > 1:
-                dist.broadcast(first, group=group, group_src=0)
+        broadcast_(first, share)
         sizes = [each.nbytes for each in bucket]
         for each, before, after in zip(bucket, own.split(sizes), first.split(sizes), strict=True):
             # An equal tensor is not written: a write would change its version, which fails backward passes that saved
@@ -94,6 +90,15 @@ def _make_alike_(tensors: Sequence[torch.Tensor], share: DataParallelGroup, devi
                 else:
                     each.data.copy_(values)
         bucket = []
+
+
+def broadcast_(tensor: torch.Tensor, share: DataParallelGroup) -> None:
+    """Overwrite a tensor with the first rank's values, on all ranks of a data-parallel group. Collective."""
+    # The broadcast over the group comes first, and then the one over replicas, so the values of the very first rank
+    # reach all ranks.
+    for group in share.groups:
+        if dist.get_world_size(group) > 1:
+            dist.broadcast(tensor, group=group, group_src=0)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,7 @@ def buffer_elements(chunks: Sequence[int], inflight: int, *, kept: int | None = 
 
 
 class BufferPool(Generic[_Buffer]):
-    """The rule by which buffers are lent: of tensors in a step, and of plain sizes where a program is counted.
+    """The rule by which buffers are lent: tensors in a step, memory for a disk, and plain sizes in a ledger.
 
     Args:
         make: Function that makes a buffer of a number of bytes.
@@ -59,10 +59,20 @@ class BufferPool(Generic[_Buffer]):
         for place, buffer in enumerate(self.free):
             if self._size_of(buffer) >= size:
                 return self.free.pop(place)
-        # The new buffer replaces a smaller one, so that the pool never has more buffers than were lent at one time.
+        # The new buffer replaces a smaller one, so that the pool never has more buffers than were lent at one time. If
+        # the small one stayed, sizes that grow from step to step would leave one useless buffer behind each time.
         self._drop(1)
-        self.total += size
-        return self._make(size)
+        made = self._make(size)
+        self.total += self._size_of(made)
+        return made
+
+    def give_back(self, buffer: _Buffer) -> None:
+        """Take back a buffer that no code uses any more."""
+        self.free.append(buffer)
+
+    def lose(self, buffer: _Buffer) -> None:
+        """Stop counting a lent buffer that does not come back."""
+        self.total -= self._size_of(buffer)
 
     def keep(self, count: int) -> bool:
         """Drop all free buffers but the `count` largest. Return whether the pool had more."""
@@ -120,7 +130,7 @@ class Buffers:
         """Take back a buffer that no code uses any more."""
         # The caller's view has an element count and a dtype of its own. The pool needs the full storage as bytes.
         full = torch.empty(0, dtype=torch.uint8, device=buffer.device).set_(buffer.untyped_storage())
-        self._pool_of(buffer.device).free.append(full)
+        self._pool_of(buffer.device).give_back(full)
 
     def keep(self, count: int) -> bool:
         """Free the memory of all free buffers but the `count` largest. Return whether the pool had more."""

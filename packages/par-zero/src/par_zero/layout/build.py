@@ -1,7 +1,6 @@
 """Chunks made from a module's parameters: first a plan assigns parameters to chunks, then each chunk is packed."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -12,18 +11,21 @@ from par_groups import Sharding, kept_tensors, original_name
 from .._param_groups import ParamGroup
 from .._policies import ShardOptions
 from .._stage import ZeroStage
-from .chunk import Chunk, Member
+from .chunk import Chunk
 from .fill import make_real_
-from .packing import ChunkLayout, PackedItem, pack, pack_atomic
+from .packing import PackedItem, pack, pack_atomic
+from .plan import ChunkPlan, Member
 from .records import is_assembled, own_record
 from .sharers import DataParallelGroup, Groups
-from .units import UnitPlace
+from .units import places
 
 
 def members_of(
     module: nn.Module,
     groups: Sequence[ParamGroup],
     stage: ZeroStage,
+    units: Sequence[Sequence[nn.Module]],
+    *,
     shares: Sequence[DataParallelGroup] = (),
     tensor: Sequence[int] = (),
     param_dtype: torch.dtype | None = None,
@@ -37,6 +39,7 @@ def members_of(
         module: Module.
         groups: Param groups of all optimizers of the module.
         stage: ZeRO stage.
+        units: FSDP units, as `choose_units` returns them.
         shares: Data-parallel groups. Empty: all parameters belong to one group.
         tensor: Ranks that may hold other shards of a parameter.
         param_dtype: Dtype in which the module computes with its parameters. None: the dtype of each parameter.
@@ -51,7 +54,7 @@ def members_of(
         names.setdefault(parameter, []).append(original_name(name))
     numbers = {parameter: number for number, group in enumerate(groups) for parameter in group.settings["params"]}
     kept = set() if param_dtype is None else {id(each) for each in kept_tensors(module, param_dtype).values()}
-    members = []
+    place_of, members = places(module, units), []
     for parameter, all_names in names.items():
         number = numbers.get(parameter, -1)
         if number >= 0:
@@ -70,6 +73,7 @@ def members_of(
                 atomic=atomic,
                 assembled=assembled,
                 share=_share_of(parameter, all_names[0], shares, assembled=assembled) if shares else 0,
+                place=place_of[parameter],
                 shape=parameter.shape,
                 kept=id(parameter) in kept,
             )
@@ -139,69 +143,8 @@ def _is_of_one_device(record: Sharding) -> bool:
     return record.local_numel == record.numel and all(set(box.copies) == mine for box in record.boxes)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class ChunkPlan:
-    """Chunk that has no memory yet.
-
-    Args:
-        members: Parameters, which still have memory of their own.
-        place: FSDP unit and called modules of the parameters.
-        layout: Positions of the parameters in the chunk.
-        most: Number of elements of the chunk on the rank with the largest. Ranks may hold different numbers of experts,
-            so decisions that must be equal on all ranks use this number.
-        most_kept: Number of elements of the largest shard that any rank keeps at stage 3.
-    """
-
-    members: tuple[Member, ...]
-    place: UnitPlace
-    layout: ChunkLayout
-    most: int
-    most_kept: int
-
-    @property
-    def name(self) -> str:
-        """Name of its first parameter, which programs use as the name of the chunk."""
-        return self.members[0].names[0]
-
-    @property
-    def share(self) -> int:
-        """Index of the data-parallel group of all parameters."""
-        return self.members[0].share
-
-    @property
-    def owner(self) -> int:
-        """Number of the optimizer that has all parameters; -1 if no optimizer has them."""
-        return self.members[0].owner
-
-    @property
-    def trained(self) -> bool:
-        """Whether the parameters get gradients."""
-        return self.owner >= 0 or self.members[0].parameter.requires_grad
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype in which the optimizer steps the parameters."""
-        return self.members[0].parameter.dtype
-
-    @property
-    def kept(self) -> bool:
-        """Whether the module computes with the parameters in their own dtype, regardless of `param_dtype`."""
-        return self.members[0].kept
-
-    def dtype_in_use(self, options: ShardOptions) -> torch.dtype:
-        """Return the dtype in which the module uses the parameters. Complex parameters keep their own dtype."""
-        wanted = options.precision.param_dtype
-        return wanted if wanted is not None and self.dtype.is_floating_point and not self.kept else self.dtype
-
-    def reduce_dtype(self, options: ShardOptions) -> torch.dtype:
-        """Return the dtype in which gradients are summed. Complex gradients keep their own dtype."""
-        wanted = options.precision.reduce_dtype
-        return wanted if wanted is not None and self.dtype.is_floating_point else self.dtype_in_use(options)
-
-
 def plan_chunks(
     members: Sequence[Member],
-    place_of: Mapping[nn.Parameter, UnitPlace],
     records: Mapping[nn.Parameter, Sharding],
     stage: ZeroStage,
     ranks: Sequence[int],
@@ -217,9 +160,7 @@ def plan_chunks(
     chunks of all data-parallel groups have one common order.
 
     Args:
-        members: Parameters.
-        place_of: FSDP unit and called modules of each parameter. At stage 3 the parameters of one kind in a unit form
-            one chunk.
+        members: Parameters. At stage 3 those of one kind in a unit form one chunk.
         records: Sharding metadata of the parameters before `shard` shards them.
         stage: ZeRO stage.
         ranks: Number of ranks of each data-parallel group.
@@ -233,7 +174,7 @@ def plan_chunks(
         trained = member.group >= 0 or parameter.requires_grad
         copies = frozenset(rank for box in records[parameter].boxes for rank in box.copies)
         stepped = (trained, member.owner, member.atomic, member.assembled, member.kept)
-        where = (member.share, place_of[parameter], parameter.dtype, parameter.device)
+        where = (member.share, member.place, parameter.dtype, parameter.device)
         # Tensor-parallel ranks hold different shards of an assembled parameter, so their metadata must not separate
         # what they assign identically.
         kind = (*where, *stepped, None if member.assembled else copies)
@@ -277,9 +218,14 @@ def plan_chunks(
             before = dealt[kind_of_deal]
             layout = pack_atomic(items, among, before)
             dealt[kind_of_deal] = [own + more for own, more in zip(before, layout.loads(items), strict=True)]
-        place = place_of[part[0].parameter]
         plans.append(
-            ChunkPlan(members=tuple(part), place=place, layout=layout, most=layout.size, most_kept=layout.shard)
+            ChunkPlan(
+                members=tuple(part),
+                layout=layout,
+                precision=options.precision,
+                most=layout.size,
+                most_kept=layout.shard,
+            )
         )
     first = {member.parameter: position for position, member in enumerate(members)}
     # A chunk is complete when the first of its parameters has its gradient, and chunks are reduced in one order.
@@ -318,7 +264,6 @@ def pack_chunk_(
     plan: ChunkPlan,
     groups: Groups,
     stage: ZeroStage,
-    options: ShardOptions,
     device: torch.device | None,
     make_alike: Callable[[torch.Tensor], None],
 ) -> Chunk:
@@ -331,7 +276,6 @@ def pack_chunk_(
         plan: Plan of the chunk.
         groups: Communicators of its data-parallel group.
         stage: ZeRO stage.
-        options: Options with the dtypes.
         device: Device of the chunk. None: the device of its parameters.
         make_alike: Function that overwrites the full buffer with the first rank's values, on all ranks.
     """
@@ -350,13 +294,4 @@ def pack_chunk_(
                 member.parameter.data = view
     if not abstract:
         make_alike(packed)
-    return Chunk(
-        plan.members,
-        plan.layout,
-        groups,
-        stage=stage,
-        packed=packed,
-        dtype=plan.dtype_in_use(options),
-        reduce_dtype=plan.reduce_dtype(options),
-        items=plan.place.items,
-    )
+    return Chunk(plan, groups, stage, packed)

@@ -1,6 +1,6 @@
 """Chunk: parameters in one flat buffer, which are reduced and gathered together."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,35 +13,8 @@ from .._stage import ZeroStage
 from .._tiers import Home
 from ..watch.freed import Freed, FreedParameter
 from .meter import GRADIENTS, UNITS, Meter
-from .packing import ChunkLayout
+from .plan import ChunkPlan
 from .sharers import Groups
-
-
-@dataclass(eq=False, kw_only=True)
-class Member:
-    """Parameter of a chunk.
-
-    Args:
-        parameter: Parameter of the module.
-        names: All names of the parameter in the module. A tied parameter has several.
-        group: Number of its param group among those of all optimizers; -1 if no optimizer has it.
-        owner: Number of its optimizer; -1 if no optimizer has it.
-        atomic: Whether its optimizer needs the full tensor.
-        assembled: Whether the full tensor is assembled from the shards of tensor-parallel ranks or from several boxes.
-        share: Index of its data-parallel group: 0 for `group` of `shard`, then `expert_groups`.
-        shape: Shape of the parameter on this rank before `shard` shards it.
-        kept: Whether the module computes with it in its own dtype, regardless of `param_dtype`.
-    """
-
-    parameter: nn.Parameter
-    names: tuple[str, ...]
-    group: int
-    owner: int = -1
-    atomic: bool = False
-    assembled: bool = False
-    share: int = 0
-    shape: torch.Size
-    kept: bool = False
 
 
 @dataclass(eq=False, kw_only=True)
@@ -74,16 +47,14 @@ class Chunk:
     The parameters of a new chunk are views of the buffer, or, at stage 3, views of this rank's shard.
 
     Args:
-        members: Parameters.
-        layout: Positions of the parameters in the buffer.
+        plan: Parameters, and what was known of them before they were packed.
         groups: Communicators of the data-parallel group.
         stage: ZeRO stage.
         packed: (size) Values of the parameters, in the dtype of the optimizer. The chunk reuses its memory or frees it.
-        dtype: Dtype in which the module uses the parameters.
-        reduce_dtype: Dtype in which gradients are summed.
-        items: Numbers of the called modules that have the parameters.
 
     Attributes:
+        members: Parameters.
+        layout: Positions of the parameters in the buffer.
         flat: (size) All parameters as the module uses them. At stage 3 it has memory only while they are used.
         own: Elements `updated` of `flat`, which this rank's optimizer updates: a view of `flat`, or, at stage 3, memory
             of its own.
@@ -100,19 +71,9 @@ class Chunk:
         meter: Meter of gathered parameters, gradients and buffers: the engine's, once the engine exists.
     """
 
-    def __init__(
-        self,
-        members: Sequence[Member],
-        layout: ChunkLayout,
-        groups: Groups,
-        *,
-        stage: ZeroStage,
-        packed: torch.Tensor,
-        dtype: torch.dtype,
-        reduce_dtype: torch.dtype,
-        items: tuple[int, ...],
-    ) -> None:
-        self.members, self.layout, self.stage, self.device = tuple(members), layout, stage, packed.device
+    def __init__(self, plan: ChunkPlan, groups: Groups, stage: ZeroStage, packed: torch.Tensor) -> None:
+        self.plan, self.stage, dtype = plan, stage, plan.dtype_in_use
+        self.members, self.layout, self.device = plan.members, plan.layout, packed.device
         self.groups, self.meter, self.home = groups, Meter(), Home()
         self._guards = False
         low, high = self.updated
@@ -125,7 +86,7 @@ class Chunk:
         self.master = self.own
         if dtype != packed.dtype:
             # A view of the shard would keep the full buffer alive.
-            self.master = packed if high - low == layout.size else packed[low:high].clone()
+            self.master = packed if high - low == self.layout.size else packed[low:high].clone()
         if stage.shards_parameters:
             self.show_share()
             self.flat = packed
@@ -134,14 +95,13 @@ class Chunk:
                 # takes its own.
                 if self.master is not packed:
                     self.resize_(0)
-                self.flat = packed.new_empty(layout.size, dtype=dtype)
+                self.flat = packed.new_empty(self.layout.size, dtype=dtype)
             self.resize_(0)
         else:
             self.show_whole()
         self.elsewhere: dict[int, torch.Tensor] = {}
         for tensor in (self.flat, self.own):
             attributes.LABEL.set(tensor, self.label)
-        self.reduce_dtype, self.items = reduce_dtype, items
         self.slices: list[Slice] = []
         self.wholes: list[nn.Parameter] = []
         self.number = -1
@@ -154,17 +114,12 @@ class Chunk:
     @cached_property
     def updated(self) -> tuple[int, int]:
         """First element that this rank's optimizer updates, and the last plus one."""
-        return self.share if self.stage.shards_state else (0, self.layout.size)
+        return self.plan.updated(self.groups.rank, self.stage)
 
     @cached_property
     def name(self) -> str:
         """Name of its first parameter, which programs use as the name of the chunk."""
-        return self.members[0].names[0]
-
-    @cached_property
-    def arriving(self) -> int:
-        """Bytes of its members' gradients as autograd makes them."""
-        return sum(member.shape.numel() for member in self.members) * self.flat.element_size()
+        return self.plan.name
 
     @cached_property
     def label(self) -> str:
@@ -175,21 +130,6 @@ class Chunk:
     def is_on_host(self) -> bool:
         """Whether this rank's shard is on the host of an accelerator, from where it is copied before a gather."""
         return self.own.device != self.device
-
-    @property
-    def owner(self) -> int:
-        """Number of the optimizer that has all its parameters; -1 if no optimizer has them."""
-        return self.members[0].owner
-
-    @property
-    def assembled(self) -> bool:
-        """Whether its optimizer steps assembled tensors in place of slices: see `par_zero.optimizer.assembly`."""
-        return self.members[0].assembled
-
-    @property
-    def trained(self) -> bool:
-        """Whether its parameters get gradients: an optimizer has them, or none has them and they require gradients."""
-        return any(member.group >= 0 or member.parameter.requires_grad for member in self.members)
 
     def move_master_(self, places: Mapping[int, torch.Tensor]) -> None:
         """Move the last elements of what the optimizer holds to other memory, such as a disk.

@@ -139,7 +139,7 @@ class ChunkGradients:
         ]
         chunk.meter.note("C" if pairs else "zero", chunk.name)
         if pairs:
-            chunk.meter.touch(GRADIENTS, chunk.arriving)
+            chunk.meter.touch(GRADIENTS, chunk.plan.arriving)
         into, given = [place for place, _ in pairs], [gradient for _, gradient in pairs]
         if not self._filled and len(pairs) < len(gradients):
             # Members without a gradient must add zeros to the sum, but a lent buffer contains old values.
@@ -156,9 +156,9 @@ class ChunkGradients:
         """Return zeros in place of the gradients, for a sum that other ranks wait for, and memory for the result."""
         chunk = self.chunk
         low, high = chunk.share
-        flat = torch.zeros(chunk.layout.size, dtype=chunk.reduce_dtype, device=chunk.device)
+        flat = torch.zeros(chunk.layout.size, dtype=chunk.plan.reduce_dtype, device=chunk.device)
         # The result is not used, but other ranks' reductions need a receiver on this rank.
-        shard = torch.empty(high - low, dtype=chunk.reduce_dtype, device=chunk.device)
+        shard = torch.empty(high - low, dtype=chunk.plan.reduce_dtype, device=chunk.device)
         for tensor in (flat, shard):
             attributes.LABEL.set(tensor, chunk.label)
         return flat, shard
@@ -174,7 +174,7 @@ class ChunkGradients:
             return chunk.share_in(buffer)
         if self._shard is None:
             low, high = chunk.share
-            self._shard = torch.empty(high - low, dtype=chunk.reduce_dtype, device=chunk.device)
+            self._shard = torch.empty(high - low, dtype=chunk.plan.reduce_dtype, device=chunk.device)
             attributes.LABEL.set(self._shard, chunk.label)
             if chunk.home.gradients != "host":
                 chunk.meter.add(GRADIENTS, self._shard.nbytes)
@@ -223,7 +223,7 @@ class ChunkGradients:
             # After a failed write, gradients stay in memory from the next pass on.
             if not self.store.bind(chunk):
                 self.store, chunk.home = None, replace(chunk.home, gradients="device")
-        if self._reduced is None or chunk.assembled:
+        if self._reduced is None or chunk.plan.assembled:
             return
         origin, _ = chunk.updated
         here = [part for part in chunk.slices if not self._in_store(part)]
@@ -232,7 +232,7 @@ class ChunkGradients:
             # A tensor that accepts gradients of any dtype takes the sum as it is: somebody adds to it before the step.
             dtype = getattr(part.tensor, "grad_dtype", part.tensor.dtype) or view.dtype
             part.tensor.grad = view if view.dtype == dtype else view.to(dtype)
-        if chunk.reduce_dtype != chunk.master.dtype:
+        if chunk.plan.reduce_dtype != chunk.master.dtype:
             self._count_cast(sum(part.tensor.nbytes for part in here))
         # From now on only the optimizer refers to the sum, so that `zero_grad` frees it.
         self._reduced = None
@@ -262,7 +262,7 @@ class ChunkGradients:
         """
         chunk = self.chunk
         for index in members:
-            if self.store is not None or chunk.assembled:
+            if self.store is not None or chunk.plan.assembled:
                 raise RuntimeError(
                     f"the gradient of {chunk.members[index].names[0]!r} was set to None, and those of other parameters "
                     "that travel with it were not; set all to None, or use optimizer.zero_grad()"
@@ -299,9 +299,9 @@ class ChunkGradients:
             if chunk.stage.shards_gradients:
                 # Sharded gradients need the buffer only until their reduction, so a pool lends it to one chunk after
                 # another.
-                self.buffer = buffers.take(size, chunk.reduce_dtype, device)
+                self.buffer = buffers.take(size, chunk.plan.reduce_dtype, device)
             else:
-                self.buffer = torch.empty(size, dtype=chunk.reduce_dtype, device=device)
+                self.buffer = torch.empty(size, dtype=chunk.plan.reduce_dtype, device=device)
                 chunk.meter.add(GRADIENTS, self.buffer.nbytes)
             attributes.LABEL.set(self.buffer, chunk.label)
             # The reduction sums padding as well, and old values in a lent buffer could be NaN.
@@ -321,7 +321,7 @@ class ChunkGradients:
         if not held:
             return None
         low, high = chunk.share
-        earlier = torch.zeros(high - low, dtype=chunk.reduce_dtype, device=chunk.device)
+        earlier = torch.zeros(high - low, dtype=chunk.plan.reduce_dtype, device=chunk.device)
         for part in held:
             start, stop = max(part.start, low), min(part.stop, high)
             if part.tensor.grad is not None and start < stop:

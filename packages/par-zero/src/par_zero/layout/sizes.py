@@ -9,9 +9,10 @@ from torch.optim import Optimizer
 from .._param_groups import in_a_row, param_groups
 from .._policies import ShardOptions
 from .._stage import STAGES
-from .build import ChunkPlan, members_of, plan_chunks
+from .build import members_of, plan_chunks
+from .plan import ChunkPlan
 from .records import record_of
-from .units import choose_units, places
+from .units import choose_units
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +91,8 @@ def plan_module(
         units = choose_units(module, options.units, options.overlap.bucket_of(ranks))
     # There are no process groups yet, so the caller lists the parameters of each group.
     share_of = {parameter: number for number, (shared, _) in enumerate(expert_groups, 1) for parameter in shared}
-    found = members_of(module, groups, cuts, param_dtype=options.precision.param_dtype)
+    found = members_of(module, groups, cuts, units, param_dtype=options.precision.param_dtype)
     members = [replace(member, share=share_of.get(member.parameter, 0)) for member in found]
     records = {member.parameter: record_of(member.parameter, tuple(range(ranks))) for member in members}
     counts = [ranks, *(number for _, number in expert_groups)]
-    return plan_chunks(members, places(module, units), records, cuts, counts, options), units
+    return plan_chunks(members, records, cuts, counts, options), units

@@ -42,7 +42,7 @@ class StandIns:
             chunk: Chunk.
             used: Whether each member has a gradient.
         """
-        if chunk.owner < 0:
+        if chunk.plan.owner < 0:
             return
         shown = self._shown[chunk] = {}
         known = self._made.setdefault(chunk, [{} for _ in chunk.members])

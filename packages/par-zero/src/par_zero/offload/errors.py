@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from par_groups import agree
 
-from .._collectives import all_reduce
+from .._collectives import largest_of
 
 
 class DiskErrors:
@@ -85,10 +85,7 @@ class DiskErrors:
         # Two numbers tell whether anything failed. Only then `agree` exchanges texts, which costs more messages.
         failed = [int(self._error is not None), int(self._is_lost)]
         if groups:
-            flags = torch.tensor(failed, dtype=torch.int32, device=self._device)
-            for group in groups:
-                all_reduce(flags, group, dist.ReduceOp.MAX).wait()
-            failed = flags.tolist()
+            failed = largest_of(failed, groups, self._device)
         if not any(failed):
             return
         error, self._error, self._stopped = self._error, None, None

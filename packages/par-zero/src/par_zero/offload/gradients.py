@@ -50,7 +50,7 @@ class DiskGradients:
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the staging buffers."""
-        return self._pool.bytes
+        return self._pool.total
 
     def write(self, chunk: Chunk, total: torch.Tensor) -> None:
         """Start to write this rank's shard of a chunk's reduced gradient. `total` may be reused on return."""

@@ -45,10 +45,10 @@ class HostGradients:
     def __init__(self, link: DeviceLink, pieces: Mapping[Chunk, Sequence[DiskPiece]]) -> None:
         self._link, self._pieces = link, {chunk: tuple(each) for chunk, each in pieces.items()}
         self._slabs = PinnedSlabs(
-            sum(piece.tensor.numel() * chunk.reduce_dtype.itemsize for chunk in pieces for piece in pieces[chunk])
+            sum(piece.tensor.numel() * chunk.plan.reduce_dtype.itemsize for chunk in pieces for piece in pieces[chunk])
         )
         self._places = {
-            piece: self._slabs.take(chunk.reduce_dtype, piece.tensor.numel())
+            piece: self._slabs.take(chunk.plan.reduce_dtype, piece.tensor.numel())
             for chunk, each in self._pieces.items()
             for piece in each
         }

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 import torch
 
 from .._param_groups import ParamGroup
-from .._policies import ShardOptions
 from .._stage import ZeroStage
 from .._tiers import Home, Offload
-from ..layout.build import ChunkPlan
 from ..layout.chunk import Chunk
 from ..layout.packing import SliceRange
+from ..layout.plan import ChunkPlan
 from ..optimizer.probe import state_slots
 from .disk import Disk, tensors_in
 from .link import PinnedSlabs
@@ -79,7 +78,6 @@ def plan_offload(
     stage: ZeroStage,
     ranks: Sequence[int],
     offload: Offload,
-    options: ShardOptions,
     *,
     is_on_cpu: bool = True,
 ) -> OffloadPlan:
@@ -91,35 +89,28 @@ def plan_offload(
         stage: ZeRO stage.
         ranks: This rank's index in each data-parallel group.
         offload: Tiers.
-        options: Dtypes.
         is_on_cpu: Whether the module computes on a CPU, whose memory is the host's.
 
     Raises:
         ValueError: The disk has too little free space, or the folder does not exist.
         OSError: The file cannot be created.
     """
-    tiers = assign_tiers(
-        plans,
-        updated_slices(plans, stage, ranks),
-        slots_by_group(plans, groups, options),
-        offload,
-        options,
-        is_on_cpu=is_on_cpu,
-    )
+    updated, slots = updated_slices(plans, stage, ranks), slots_by_group(plans, groups)
+    tiers = assign_tiers(plans, updated, slots, offload, is_on_cpu=is_on_cpu)
     size = max((block.stop for each in tiers for block in each.blocks), default=0)
     shard_starts: list[int | None] = []
     for plan, each in zip(plans, tiers, strict=True):
         on_disk = each.home.parameters == "disk"
         shard_starts.append(size if on_disk else None)
-        size += pages(plan.layout.shard * plan.dtype_in_use(options).itemsize) if on_disk else 0
+        size += pages(plan.layout.shard * plan.dtype_in_use.itemsize) if on_disk else 0
     copies = [
         (part.stop - part.start) * plan.dtype.itemsize
         for plan, each in zip(plans, tiers, strict=True)
         for part in each.pieces or ()
-        if part.tier == "host" and (each.home.parameters == "device" or plan.dtype_in_use(options) != plan.dtype)
+        if part.tier == "host" and (each.home.parameters == "device" or plan.dtype_in_use != plan.dtype)
     ]
     shards = [
-        plan.layout.shard * plan.dtype_in_use(options).itemsize
+        plan.layout.shard * plan.dtype_in_use.itemsize
         for plan, each in zip(plans, tiers, strict=True)
         if each.home.parameters == "host"
     ]
@@ -145,21 +136,21 @@ def updated_slices(plans: Sequence[ChunkPlan], stage: ZeroStage, ranks: Sequence
     """
     found = []
     for plan in reversed(_stepped(plans)):
-        low, high = plan.layout.share(ranks[plan.share]) if stage.shards_state else (0, plan.layout.size)
-        found.append(tuple(plan.layout.slices(low, high)))
+        found.append(tuple(plan.layout.slices(*plan.updated(ranks[plan.share], stage))))
     return tuple(found)
 
 
-def slots_by_group(plans: Sequence[ChunkPlan], groups: Sequence[ParamGroup], options: ShardOptions) -> SlotsByGroup:
+def slots_by_group(plans: Sequence[ChunkPlan], groups: Sequence[ParamGroup]) -> SlotsByGroup:
     """Return the slots that the optimizers store per element.
+
+    Parameters that are used in another dtype have a master copy, which is the first slot.
 
     Args:
         plans: The chunks.
         groups: Param groups of all optimizers.
-        options: Dtypes. Parameters that are used in another dtype have a master copy, which is the first slot.
     """
     return {
-        (group, plan.dtype, plan.kept): ({COPY: plan.dtype} if plan.dtype_in_use(options) != plan.dtype else {})
+        (group, plan.dtype, plan.kept): ({COPY: plan.dtype} if plan.dtype_in_use != plan.dtype else {})
         | state_slots(groups[group].optimizer, groups[group].settings, plan.dtype)
         for plan in _stepped(plans)
         for group in {member.group for member in plan.members}
@@ -171,7 +162,6 @@ def assign_tiers(
     updated: UpdatedSlices,
     slots: SlotsByGroup,
     offload: Offload,
-    options: ShardOptions,
     *,
     is_on_cpu: bool = True,
 ) -> list[ChunkTiers]:
@@ -182,11 +172,10 @@ def assign_tiers(
         updated: Slices that a rank's optimizers update.
         slots: Slots that the optimizers store per element.
         offload: Tiers.
-        options: Dtypes.
         is_on_cpu: Whether the module computes on a CPU, whose memory is the host's.
     """
     stepped = _stepped(plans)
-    homes = dict(zip(plans, homes_of(plans, offload, options), strict=True))
+    homes = dict(zip(plans, homes_of(plans, offload), strict=True))
     # `Offload.piece` bounds each slot of a piece, so the widest dtype decides how many elements a piece has.
     widest = max(
         *(dtype.itemsize for found in slots.values() for dtype in found.values()),
@@ -196,7 +185,7 @@ def assign_tiers(
     on_disk = [homes[plan].is_on_disk for plan in reversed(stepped)]
     split = split_into_pieces(
         updated,
-        offload.parts,
+        offload.fractions["optimizer"],
         offload.piece_bytes // widest,
         on_disk,
         in_pieces=("disk",) if is_on_cpu else ("host", "disk"),
@@ -204,7 +193,7 @@ def assign_tiers(
     pieces = dict(zip(reversed(stepped), split, strict=True))
     in_file = [
         (plan, part)
-        for plan in sorted(stepped, key=lambda plan: plan.members[0].owner)  # one run of the file per optimizer
+        for plan in sorted(stepped, key=lambda plan: plan.owner)  # one run of the file per optimizer
         for part in pieces[plan]
         if part.in_pieces
     ]
@@ -228,19 +217,18 @@ def assign_tiers(
 
 def _stepped(plans: Sequence[ChunkPlan]) -> list[ChunkPlan]:
     """Return the chunks that an optimizer has, in their order."""
-    return [plan for plan in plans if plan.members[0].owner >= 0]
+    return [plan for plan in plans if plan.owner >= 0]
 
 
-def homes_of(plans: Sequence[ChunkPlan], offload: Offload, options: ShardOptions) -> list[Home]:
+def homes_of(plans: Sequence[ChunkPlan], offload: Offload) -> list[Home]:
     """Return the tiers of each chunk's parameters and gradients, the same on all ranks.
 
     Args:
         plans: The chunks, in backward order. Chunks that run first in forward stay nearest to the device.
         offload: Tiers.
-        options: Dtypes.
     """
-    sizes = [plan.most_kept * plan.dtype_in_use(options).itemsize for plan in reversed(plans)]
-    parameters, gradients = (tiers_of(sizes, parts) for parts in (offload.parameter_parts, offload.gradient_parts))
+    sizes = [plan.most_kept * plan.dtype_in_use.itemsize for plan in reversed(plans)]
+    parameters, gradients = (tiers_of(sizes, offload.fractions[name]) for name in ("parameters", "gradients"))
     homes = [Home(parameters=own, gradients=sums) for own, sums in zip(parameters, gradients, strict=True)]
     return homes[::-1]
 
@@ -290,10 +278,10 @@ def offload_chunk_(plan: OffloadPlan | None, number: int, chunk: Chunk) -> None:
         chunk.take_own_(shard, stepped)
 
 
-def unit_bytes(plans: Sequence[ChunkPlan], options: ShardOptions) -> dict[int, int]:
+def unit_bytes(plans: Sequence[ChunkPlan]) -> dict[int, int]:
     """Return the bytes of each gathered unit, by its number, on the rank that has most of it."""
     found: dict[int, int] = {}
     for plan in plans:
-        size = plan.most * plan.dtype_in_use(options).itemsize
+        size = plan.most * plan.dtype_in_use.itemsize
         found[plan.place.unit] = found.get(plan.place.unit, 0) + size
     return found

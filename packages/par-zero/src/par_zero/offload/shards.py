@@ -75,7 +75,7 @@ class DiskShards:
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the staging buffers."""
-        return self._pool.bytes
+        return self._pool.total
 
     def prefetch(self, chunks: Sequence[Chunk]) -> None:
         """Start to read the shards of the unit that is gathered next."""

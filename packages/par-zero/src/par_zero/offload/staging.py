@@ -5,6 +5,7 @@ from contextlib import suppress
 
 import torch
 
+from ..layout.buffers import BufferPool
 from .pieces import PAGE, pages
 
 
@@ -31,36 +32,8 @@ class StagingBuffer:
         return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=start)
 
 
-class StagingPool:
-    """Pool of staging buffers. It never holds more buffers than were in use at one time.
-
-    Attributes:
-        bytes: Bytes of all buffers, in use or free.
-    """
+class StagingPool(BufferPool[StagingBuffer]):
+    """Pool of staging buffers. It never holds more buffers than were in use at one time."""
 
     def __init__(self) -> None:
-        self._free: list[StagingBuffer] = []
-        self.bytes = 0
-
-    def take(self, size: int) -> StagingBuffer:
-        """Return a buffer of at least `size` bytes, and remove it from the pool."""
-        fitting = [buffer for buffer in self._free if len(buffer.bytes) >= size]
-        if fitting:
-            chosen = min(fitting, key=lambda buffer: len(buffer.bytes))
-            self._free.remove(chosen)
-            return chosen
-        if self._free:
-            # A free buffer that is too small makes room for the new one. If it stayed, sizes that grow from step to
-            # step would leave one useless buffer behind each time.
-            self.lose(self._free.pop())
-        made = StagingBuffer(pages(size))
-        self.bytes += len(made.bytes)
-        return made
-
-    def give_back(self, buffer: StagingBuffer) -> None:
-        """Put back a buffer after all of its reads and writes have ended."""
-        self._free.append(buffer)
-
-    def lose(self, buffer: StagingBuffer) -> None:
-        """Stop counting a buffer that does not return to the pool."""
-        self.bytes -= len(buffer.bytes)
+        super().__init__(lambda size: StagingBuffer(pages(size)), lambda buffer: len(buffer.bytes))

@@ -108,7 +108,7 @@ class StateSwapper:
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the ring's buffers."""
-        return self._pool.bytes
+        return self._pool.total
 
     def follow(self, order: Mapping[DiskPiece, PieceValues]) -> None:
         """Start to prefetch pieces in the order in which `fetch` is called next.

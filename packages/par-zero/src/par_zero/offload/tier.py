@@ -156,9 +156,9 @@ class DiskTier:
         for chunk, tiers in zip(chunks, plan.chunks, strict=True):
             parts = [part for part in chunk.slices if part.in_pieces]
             for part, block in zip(parts, tiers.blocks, strict=True):
-                group = part.group - first_groups[chunk.owner]
+                group = part.group - first_groups[chunk.plan.owner]
                 piece = make_piece(disk, chunk, part, group, block, starts.get(chunk))
-                self._optimizers[chunk.owner].pieces.append(piece)
+                self._optimizers[chunk.plan.owner].pieces.append(piece)
                 if piece.gradient is not None:
                     gradients.setdefault(chunk, []).append(piece)
                 elif plan.slabs is not None:

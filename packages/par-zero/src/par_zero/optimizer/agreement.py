@@ -9,7 +9,7 @@ from torch import nn
 from par_groups import Sharding, agree, check_alike
 
 from .._stage import ZeroStage
-from ..layout.build import ChunkPlan
+from ..layout.plan import ChunkPlan
 from .blocks import MatrixBlock, blocks_of
 
 

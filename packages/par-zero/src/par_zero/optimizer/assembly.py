@@ -11,7 +11,7 @@ Every step sends the parameters, because no rank can detect whether another rank
 loaded checkpoint writes shards, for example.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,7 @@ from par_groups import Box, Segment, Segments, Sharding, set_segments
 
 from .._collectives import exchange
 from ..layout.chunk import Chunk
+from ..layout.gradients import ChunkGradients
 from .blocks import MatrixBlock, MatrixPart
 
 
@@ -65,7 +66,7 @@ class Assembly:
         # One all-to-all sends one flat tensor, so all blocks in it need the same dtypes.
         kinds: dict[tuple[torch.dtype, ...], list[Assembled]] = {}
         for one in assembled:
-            kind = (one.chunk.own.dtype, one.chunk.reduce_dtype, one.chunk.master.dtype)
+            kind = (one.chunk.own.dtype, one.chunk.plan.reduce_dtype, one.chunk.master.dtype)
             kinds.setdefault(kind, []).append(one)
         self._kinds = list(kinds.values())
         for together in self._kinds:
@@ -93,16 +94,16 @@ class Assembly:
             yield from kind
 
     @torch.no_grad()
-    def take_gradients(self, pop_sum: Callable[[Chunk], torch.Tensor], *, reduced: bool) -> None:
+    def take_gradients(self, gradients: Sequence[ChunkGradients], *, reduced: bool) -> None:
         """Assemble gradients after a backward pass, and add them to existing gradients. All-to-all.
 
         Args:
-            pop_sum: Function that returns elements `updated` of a chunk's sum of gradients and releases the sum.
+            gradients: Gradients of all trained chunks, by number of the chunk.
             reduced: Whether gradients were summed over the data ranks; otherwise nothing is done.
         """
         if not reduced:
             return
-        sums = {chunk: pop_sum(chunk) for chunk in self._chunks}
+        sums = {chunk: gradients[chunk.number].pop_sum() for chunk in self._chunks}
         for kind in self._kinds:
             for one, gradient in self._put_together(kind, [sums[one.chunk] for one in kind], partial=True):
                 if one.whole is not None and one.whole.grad is not None:
@@ -239,9 +240,9 @@ def assemble(
     """
     found: dict[int, list[Assembled]] = {}
     for chunk in chunks:
-        for number, member in enumerate(chunk.members if chunk.assembled else ()):
+        for number, member in enumerate(chunk.members if chunk.plan.assembled else ()):
             if not chunk.stage.shards_state or chunk.layout.owners[number] == chunk.groups.rank:
-                found.setdefault(chunk.owner, []).extend(
+                found.setdefault(chunk.plan.owner, []).extend(
                     Assembled(block=block, chunk=chunk, member=number) for block in blocks[member.parameter]
                 )
     return {owner: Assembly(assembled, group, copies) for owner, assembled in sorted(found.items())}

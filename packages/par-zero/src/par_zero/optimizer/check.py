@@ -19,8 +19,8 @@ def check_way_of_working(
     stage: int,
     tensor: dist.ProcessGroup | None,
     *,
-    in_pieces: bool,
-    ranks: tuple[int, int],
+    shards: int,
+    replicas: int,
 ) -> None:
     """Check that an optimizer steps its param groups, and needs no more of a parameter than a rank has.
 
@@ -29,8 +29,8 @@ def check_way_of_working(
         names: Parameters of the module, and their names.
         stage: Number of the ZeRO stage.
         tensor: Ranks that hold the other shards of parameters which must be full, or None.
-        in_pieces: Whether the optimizer steps piece by piece, regardless of the stage.
-        ranks: Number of ranks that shard the parameters, and number of ranks that are replicas of each other.
+        shards: Number of ranks that shard the parameters.
+        replicas: Number of ranks that are replicas of each other.
 
     Raises:
         ValueError: The optimizer steps other tensors, or needs more.
@@ -50,7 +50,6 @@ def check_way_of_working(
         for parameter in group.settings["params"]
         if (record := part_of_a_whole(parameter)) is not None
     }
-    shards, replicas = ranks
     sharded = STAGES[stage].shards_state and shards > 1
     tried = set()
     for group in groups:
@@ -61,9 +60,9 @@ def check_way_of_working(
         tried.add((settings, group.atomic))
         if group.scope is UpdateScope.UNKNOWN:
             repeats = replicas * (1 if sharded else shards) > 1
-            _try_unknown(group, stage if sharded else 0, next(iter(parts), None), in_pieces=in_pieces, repeats=repeats)
-        if group.scope is UpdateScope.MODEL and (sharded or parts or in_pieces):
-            raise _sees_all(group, stage if sharded else 0, next(iter(parts), None), in_pieces=in_pieces)
+            _try_unknown(group, stage if sharded else 0, next(iter(parts), None), repeats=repeats)
+        if group.scope is UpdateScope.MODEL and (sharded or parts):
+            raise _sees_all(group, stage if sharded else 0, next(iter(parts), None))
     for group in groups:
         for parameter in group.settings["params"]:
             name = names[parameter]
@@ -83,14 +82,13 @@ def check_way_of_working(
                 )
 
 
-def _sees_all(group: ParamGroup, stage: int, cut: str | None, *, in_pieces: bool) -> ValueError:
+def _sees_all(group: ParamGroup, stage: int, cut: str | None) -> ValueError:
     """Make the error about an optimizer that reads all tensors, of which a rank has only some.
 
     Args:
         group: Param group of the optimizer.
         stage: Number of the stage; 0 if the optimizer's state is not sharded.
         cut: Name of a parameter that tensor-parallel ranks shard, if there is one.
-        in_pieces: Whether the optimizer steps piece by piece.
     """
     kind = type(group.optimizer).__name__
     place = f"the {kind} steps a parameter by what it sees of all (param_groups[{group.number}])"
@@ -99,37 +97,30 @@ def _sees_all(group: ParamGroup, stage: int, cut: str | None, *, in_pieces: bool
             f"{place}, such as one norm of all gradients, and from stage 1 on no rank sees all; pass stage=0, or take "
             "another optimizer"
         )
-    if in_pieces:
-        return ValueError(
-            f"{place}, such as one norm of all gradients, and state on a disk is stepped piece by piece; leave offload "
-            "out, or take another optimizer"
-        )
     return ValueError(
         f"{place}, such as one norm of all gradients, and of {cut!r} each rank sees a part; take another optimizer, or "
         "do not cut parameters over tensor ranks"
     )
 
 
-def _try_unknown(group: ParamGroup, stage: int, cut: str | None, *, in_pieces: bool, repeats: bool) -> None:
+def _try_unknown(group: ParamGroup, stage: int, cut: str | None, *, repeats: bool) -> None:
     """Check an optimizer of an unknown class by a trial of the tensors that it reads.
 
     Args:
         group: Param group of the optimizer.
         stage: Number of the stage; 0 if the optimizer's state is not sharded.
         cut: Name of a parameter that tensor-parallel ranks shard, if there is one.
-        in_pieces: Whether the optimizer steps piece by piece.
         repeats: Whether several ranks step the same tensors.
     """
     kind = type(group.optimizer).__name__
-    if not group.declared and (cut is not None or in_pieces):
-        place = "state on a disk is stepped piece by piece" if cut is None else f"each rank has a part of {cut!r}"
+    if not group.declared and cut is not None:
         raise ValueError(
-            f"optimizer={kind}: par-zero does not know what this class looks at, and {place}; pass "
-            "update=dict(elementwise=True) if it treats each element by itself, or else update=dict(atomic=True)"
+            f"optimizer={kind}: par-zero does not know what this class looks at, and each rank has a part of {cut!r}; "
+            "pass update=dict(elementwise=True) if it treats each element by itself, or else update=dict(atomic=True)"
         )
     problem: str | None = None
     try:
-        if stage or cut is not None or in_pieces or not group.atomic:
+        if stage or cut is not None or not group.atomic:
             problem = find_scope_violation(
                 group.optimizer, group.settings, UpdateScope.TENSOR if group.atomic else UpdateScope.ELEMENT
             )
@@ -154,7 +145,7 @@ def _try_unknown(group: ParamGroup, stage: int, cut: str | None, *, in_pieces: b
             "repeats the step, so weights would differ; use a generator of its own with one seed on all ranks"
         )
     if problem is not None and group.atomic:
-        raise _sees_all(group, stage, cut, in_pieces=in_pieces)
+        raise _sees_all(group, stage, cut)
     if problem is not None:
         raise ValueError(
             f"elementwise=True for {group.place}: a trial shows that {problem}; pass update=dict(atomic=True) instead, "

@@ -17,7 +17,8 @@ nearly one direction, so that methods which estimate their step size begin to mo
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -52,13 +53,19 @@ def find_scope_violation(optimizer: Optimizer, group: Mapping[str, Any], scope: 
     rates: list[float | None] = [None]
     if isinstance(group.get("lr"), int | float | torch.Tensor):
         rates.append(0.1)
-    with torch.random.fork_rng(devices=[]):
-        # `fork_rng` restores torch's generator, so a trial does not change the user's random numbers.
+    with _apart():
         for rate in rates:
             found = _violation(_Trial(optimizer, group, rate), scope)
             if found:
                 return found
     return None
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Run a trial on the CPU, whatever the default device is, without a change of the user's random numbers."""
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        yield
 
 
 def draws_numbers(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
@@ -71,7 +78,7 @@ def draws_numbers(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
     Raises:
         Exception: A step of the trial raises an error.
     """
-    with torch.random.fork_rng(devices=[]):
+    with _apart():
         before = torch.get_rng_state()
         _Trial(optimizer, group, None).run(lambda tensors: [tensors], seeds=False)
         return not torch.equal(before, torch.get_rng_state())
@@ -204,7 +211,7 @@ def _state_of_steps(
     optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype
 ) -> tuple[nn.Parameter, Mapping[str, Any]]:
     """Return a tensor after a few steps, and the state that the optimizer keeps for it."""
-    with torch.random.fork_rng(devices=[]):
+    with _apart():
         parameter = nn.Parameter(torch.ones(3, 5, dtype=dtype))
         clone = _cpu_clone(optimizer, group, [parameter])
         for _ in range(_STEPS):

@@ -34,7 +34,7 @@ def rewire_(
     # The slices replace the parameters as keys. Entries of parameters would never be freed.
     optimizer.state.clear()
     for chunk in chunks:
-        chunk.slices = [] if chunk.assembled else list(_slices(chunk, (cuts or {}).get(chunk)))
+        chunk.slices = [] if chunk.plan.assembled else list(_slices(chunk, (cuts or {}).get(chunk)))
         for part in chunk.slices:
             by_group[part.group].append(part.tensor)
             if chunk.layout.atomic:

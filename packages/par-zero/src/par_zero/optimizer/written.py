@@ -15,12 +15,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from par_groups import WatchedParameter, attributes, follow_written_, on_written, watch_weight_
 
+from .._collectives import largest_of
 from .._torch_private import call_last_after_step, version_of, without_torch_functions
 from ..layout.chunk import Chunk
 from ..layout.sharers import Sharers
@@ -70,6 +70,7 @@ class Watch:
         for tensor, _ in self._tensors:
             tensor.__class__ = nn.Parameter
 
+    @torch.no_grad()
     def put_back_(self) -> None:
         """Copy tensors that a step has replaced, as `p.data = p.data - update` does, back to their chunk."""
         for tensor, place in self._tensors:
@@ -163,10 +164,10 @@ def all_see(chunks: Iterable[Chunk]) -> bool:
     """
     of_ranks: dict[int, list[set[int]]] = {}
     for chunk in chunks:
-        if chunk.assembled:
+        if chunk.plan.assembled:
             return False
         layout = chunk.layout
-        found = of_ranks.setdefault(chunk.members[0].share, [set() for _ in range(layout.ranks)])
+        found = of_ranks.setdefault(chunk.plan.share, [set() for _ in range(layout.ranks)])
         for rank, groups in enumerate(found):
             groups.update(part.group for part in layout.slices(*layout.share(rank)))
     every = {group for found in of_ranks.values() for groups in found for group in groups}
@@ -183,6 +184,9 @@ class Writes:
         follow: Function of an optimizer's number that copies writes to the module's parameters to its master weights.
         ignored: Whether parameters are the optimizers' tensors, so that nothing is published.
         late: Whether pieces are stepped during the next forward.
+
+    Attributes:
+        watches: Watch of each optimizer's tensors, by number of the optimizer.
     """
 
     def __init__(
@@ -197,13 +201,13 @@ class Writes:
     ) -> None:
         self._stepped, self._sharers, self._publish, self._follow = stepped, sharers, publish, follow
         self._ignored, self._late = ignored, late
-        self._watches: list[Watch] = []  # by number of the optimizer
+        self.watches: list[Watch] = []
         self._optimizers: list[Optimizer] = []
         self._all_see = [all_see(chunks) for chunks in stepped]
 
     def watch(self, number: int, optimizer: Optimizer) -> None:
         """Watch the next optimizer, which holds its slices by now."""
-        self._watches.append(Watch(self._stepped[number], late=self._late))
+        self.watches.append(Watch(self._stepped[number], late=self._late))
         self._optimizers.append(optimizer)
         if self._ignored:
             return
@@ -213,48 +217,23 @@ class Writes:
             if callable(switch := getattr(optimizer, name, None)):
                 setattr(optimizer, name, partial(self._switch, number, switch))
 
-    def begin_step(self, number: int) -> None:
-        """Stop to watch an optimizer's tensors, which its step is about to write."""
-        self._watches[number].end()
-
-    @torch.no_grad()
-    def put_back_(self, number: int) -> None:
-        """Copy new tensors that a step has made to their positions in chunks."""
-        self._watches[number].put_back_()
-
-    def end_step(self, number: int) -> None:
-        """Watch an optimizer's tensors again, after its step was published."""
-        self._watches[number].begin()
-
-    def agree(self, number: int) -> None:
-        """Watch an optimizer's tensors again, after they were set from the parameters, which are equal on all ranks."""
-        self._watches[number].begin()
-
-    def has_seen(self, number: int) -> bool:
-        """Return whether this rank has seen a write to an optimizer's tensors since its step."""
-        return self._watches[number].found
-
-    def settled(self, number: int, *_: object) -> None:
-        """Watch the pieces of an optimizer too, since none of its steps is under way any more."""
-        self._watches[number].settled()
-
     def forget(self, *_: object) -> None:
         """Ignore all writes so far, because optimizers' tensors and parameters agree on all ranks.
 
         One of them was set from the other, or both were loaded.
         """
-        for watch in self._watches:
+        for watch in self.watches:
             watch.begin()
 
     def publish(self) -> None:
         """Publish what any rank has written. Collective."""
-        for number in range(0 if self._ignored else len(self._watches)):
+        for number in range(0 if self._ignored else len(self.watches)):
             if self.was_written(number):
                 self._publish(number)
 
     def publish_seen(self, *_: object) -> None:
         """Publish what was written, before a forward, in which ranks only exchange something if all of them see it."""
-        for number, watch in enumerate(self._watches):
+        for number, watch in enumerate(self.watches):
             if not watch.found:
                 continue
             # A rank without the tensor sees no write and would not join the collective, so the ranks that see it would
@@ -290,11 +269,8 @@ class Writes:
 
         If a rank may not see the write, the ranks all-reduce a flag.
         """
-        found = self._watches[number].found
+        found = self.watches[number].found
         if self._all_see[number]:
             return found
         device = self._sharers.device_of_flags(self._stepped[number][0].device)
-        flag = torch.tensor([int(found)], device=device)
-        for group in self._sharers.agreeing:
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group)
-        return bool(flag)
+        return bool(*largest_of([found], self._sharers.agreeing, device))

@@ -1,9 +1,7 @@
-"""The trace of a step: the units and bytes that each moment needs, as data that can be written to a file."""
+"""The trace of a step: the units and bytes that each moment needs."""
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 Kind = Literal["forward", "backward", "step"]
 """Kind of a moment."""
@@ -56,32 +54,3 @@ class Trace:
     """
 
     moments: tuple[Moment, ...]
-
-    def to_json(self) -> str:
-        """Return a text from which `from_json` makes an equal trace."""
-        moments = [[moment.kind, moment.unit, moment.other, list(moment.held)] for moment in self.moments]
-        return json.dumps({"moments": moments}, separators=(",", ":"))
-
-    @classmethod
-    def from_json(cls, text: str) -> "Trace":
-        """Return the trace that `to_json` has written.
-
-        Args:
-            text: Text that `to_json` has returned.
-
-        Raises:
-            ValueError: The text does not contain a trace.
-        """
-        read = json.loads(text)
-        if not isinstance(read, Mapping) or not isinstance(read.get("moments"), list):
-            raise ValueError(f"{text[:40]!r} is no trace; give what Trace.to_json() has written")
-        return cls(tuple(_moment_of(moment) for moment in read["moments"]))
-
-
-def _moment_of(values: Any) -> Moment:
-    """Return the moment for a list that `to_json` has written."""
-    match values:
-        case [str(kind), (str() | None) as unit, int(other), [*held]] if all(isinstance(name, str) for name in held):
-            return Moment(kind=kind, unit=unit, other=other, held=tuple(held))  # type: ignore[arg-type]  # checked there
-        case _:
-            raise ValueError(f"{values!r} is no moment of a trace; give what Trace.to_json() has written")

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from par_groups import agree
 
-from .._collectives import all_reduce
+from .._collectives import largest_of
 from .._unit import Unit
 from ..reduce.reducer import Reducer
 
@@ -84,9 +84,7 @@ class Agreement:
         Args:
             numbers: List of integers, with the same length on all ranks.
         """
-        largest = torch.tensor(numbers, dtype=torch.int64, device=self._device)
-        self._take_largest_(largest)
-        return [int(number) for number in largest.tolist()]
+        return largest_of(numbers, self._groups, self._device, torch.int64)
 
     def compare(self, what: int, detail: int = 0, flags: Sequence[bool] = ()) -> Compared:
         """Compare the next step of this rank with all other ranks.
@@ -103,9 +101,8 @@ class Agreement:
         # Padding to one shape: another rank may compare something else, with another number of flags.
         room = [False] * (self._flags - len(flags))
         # The maximum of a number and of its negative shows in one all-reduce whether the number is equal on all ranks.
-        numbers = torch.tensor([what, -what, detail, -detail, *flags, *room], dtype=torch.int32, device=self._device)
-        self._take_largest_(numbers)
-        most, least, most_detail, least_detail, *told = numbers.tolist()
+        numbers = [what, -what, detail, -detail, *flags, *room]
+        most, least, most_detail, least_detail, *told = largest_of(numbers, self._groups, self._device)
         if most != -least and (most, -least) != (PassEnd.BACKWARD, PassEnd.LATE):
             self._refuse(what)
         return Compared(-least, most_detail == -least_detail, -least_detail, [bool(flag) for flag in told])
@@ -134,11 +131,6 @@ class Agreement:
                 "have begun different numbers of reductions; pass Overlap(inflight=...) with the number "
                 "of all chunks, which bounds none, or stage=2"
             )
-
-    def _take_largest_(self, numbers: torch.Tensor) -> None:
-        """Replace each number with the maximum over all ranks."""
-        for group in self._groups:
-            all_reduce(numbers, group, dist.ReduceOp.MAX).wait()
 
     def _refuse(self, what: int) -> NoReturn:
         """Raise on all ranks, with the two ranks that differ, after all reductions in flight have completed."""

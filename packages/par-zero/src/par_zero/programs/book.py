@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from .._unit import Unit
 from .compiler import compile_pass, place_reductions
@@ -80,60 +80,8 @@ class LearnedPass:
         self.programs: dict[frozenset[int], PassProgram] = {}
 
 
-class Book(Protocol):
-    """The store of programs that an executor follows, and the recordings from which programs are made."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all passes of the program have ended, while units may still be gathered for them."""
-
-    @property
-    def stays(self) -> bool:
-        """Whether a program keeps units gathered between this pass and the next pass."""
-
-    def look_up(self, kind: PassKind, start: frozenset[int]) -> PassProgram | None:
-        """Return the program of a pass that begins. Return None if the book has no program for it.
-
-        Args:
-            kind: Kind of the pass.
-            start: Numbers of the units that are gathered now.
-        """
-
-    @property
-    def flags(self) -> tuple[bool, ...]:
-        """The flags that the ranks combine at the end of a pass, the same number on all ranks."""
-
-    def note(self, current: Pass, event: PassEvent, place: int | None, units: Sequence[Unit]) -> None:
-        """Record an event and the units that it needs.
-
-        Args:
-            current: Pass in progress.
-            event: Event that has happened.
-            place: Index of the event in the program of the pass. None: the program does not contain it.
-            units: Units, with their present states.
-        """
-
-    def end_pass(self, current: Pass, *, alike: bool, flags: Sequence[bool]) -> None:
-        """Update the programs after a pass that has ended on all ranks.
-
-        Args:
-            current: Pass that has ended.
-            alike: Whether the pass had the same events on all ranks.
-            flags: One boolean for each item of `self.flags`: whether any rank has set it.
-        """
-
-    def end_step(self) -> None:
-        """Update the programs after a step. All units have been freed."""
-
-    def stop(self) -> None:
-        """Follow no program for the rest of the step."""
-
-    def forget(self) -> None:
-        """Forget the recordings of the step, because a pass has failed."""
-
-
 class PassBook:
-    """The programs of single passes, by the kind of the pass and by the pass before it.
+    """The store of programs that an executor follows: of single passes, by their kind and by the pass before each.
 
     The previous pass tells passes of one kind from each other, such as an actor's forward and a critic's forward. The
     book needs no collective of its own. Events for which all ranks gathered a unit are equal on all ranks, and the
@@ -144,9 +92,6 @@ class PassBook:
         chunks: Numbers of the trained chunks of each unit.
     """
 
-    is_over = stays = False
-    flags: tuple[bool, ...] = ()
-
     def __init__(self, outer: Sequence[frozenset[int]], chunks: Sequence[Sequence[int]]) -> None:
         self._outer, self._chunks = tuple(outer), tuple(chunks)
         self._known: dict[tuple[PassKind, int], LearnedPass] = {}
@@ -156,8 +101,28 @@ class PassBook:
         self._before = 0  # digest of the pass before, equal on all ranks
         self._data_decides = False  # whether the ranks have ever run different units
 
+    @property
+    def is_over(self) -> bool:
+        """Whether all passes of the program have ended, while units may still be gathered for them."""
+        return False
+
+    @property
+    def stays(self) -> bool:
+        """Whether a program keeps units gathered between this pass and the next pass."""
+        return False
+
+    @property
+    def flags(self) -> tuple[bool, ...]:
+        """The flags that the ranks combine at the end of a pass, the same number on all ranks."""
+        return ()
+
     def look_up(self, kind: PassKind, start: frozenset[int]) -> PassProgram | None:
-        """Return the program of a pass that begins. Return None if no pass of its kind was recorded."""
+        """Return the program of a pass that begins. Return None if no pass of its kind was recorded.
+
+        Args:
+            kind: Kind of the pass.
+            start: Numbers of the units that are gathered now.
+        """
         known = self._known.get((kind, self._before), self._latest.get(kind))
         if known is None:
             return None
@@ -170,10 +135,23 @@ class PassBook:
         return place_reductions(program, self._outer, self._chunks)
 
     def note(self, current: Pass, event: PassEvent, place: int | None, units: Sequence[Unit]) -> None:
-        """Do nothing: `Pass.record` has recorded the event already."""
+        """Record an event and the units that it needs. `Pass.record` has recorded all that this book needs.
 
-    def end_pass(self, current: Pass, *, alike: bool, flags: Sequence[bool]) -> None:  # noqa: ARG002 - of the protocol
-        """Store a trace that has no program, or replace one after two equal passes. One odd pass changes nothing."""
+        Args:
+            current: Pass in progress.
+            event: Event that has happened.
+            place: Index of the event in the program of the pass. None: the program does not contain it.
+            units: Units, with their present states.
+        """
+
+    def end_pass(self, current: Pass, *, alike: bool, flags: Sequence[bool]) -> None:  # noqa: ARG002 - for subclasses
+        """Store a trace that has no program, or replace one after two equal passes. One odd pass changes nothing.
+
+        Args:
+            current: Pass that has ended on all ranks.
+            alike: Whether the pass had the same events on all ranks.
+            flags: One boolean for each item of `self.flags`: whether any rank has set it.
+        """
         self._data_decides |= not alike
         found: Sequence[PassEvent] = current.trace
         digest = current.digest
@@ -199,10 +177,10 @@ class PassBook:
         self._before = digest
 
     def end_step(self) -> None:
-        """Do nothing: this book learns from single passes only."""
+        """Update the programs after a step. All units have been freed."""
 
     def stop(self) -> None:
-        """Do nothing: no program lasts longer than its pass."""
+        """Follow no program for the rest of the step. No program of this book lasts longer than its pass."""
 
     def forget(self) -> None:
-        """Do nothing: this book has not learned from a pass that failed."""
+        """Forget the recordings of the step, because a pass has failed. This book learns from complete passes only."""

@@ -33,7 +33,7 @@ from itertools import chain
 from .._unit import Unit
 from ..reduce.reducer import Reducer
 from .agreement import FLAGS, Agreement, PassEnd
-from .book import Book, Pass, PassKind
+from .book import Pass, PassBook, PassKind
 from .compiler import ROOT, find_event, over_at
 from .entries import BACKWARD, PassAction, PassEvent, PassSegment
 
@@ -51,7 +51,7 @@ class Executor:
         on_next: Function that is called with the next unit to gather, so that its shard can be prefetched from disk.
     """
 
-    def __init__(self, units: Sequence[Unit], book: Book, agreement: Agreement, reducer: Reducer) -> None:
+    def __init__(self, units: Sequence[Unit], book: PassBook, agreement: Agreement, reducer: Reducer) -> None:
         self._units, self._book, self._agreement, self._reducer = tuple(units), book, agreement, reducer
         reducer.order.expect_last({chunk.number for chunk in units[ROOT].chunks})
         self._pass: Pass | None = None

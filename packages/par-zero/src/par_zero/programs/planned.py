@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from .._policies import ShardOptions
 from .._stage import STAGES, ZeroStage
 from .._tiers import Home
-from ..layout.build import ChunkPlan
+from ..layout.plan import ChunkPlan
 from ..layout.sharers import DataParallelGroup
 from ..layout.sizes import plan_module
 from ..layout.units import outer_units, unit_names
@@ -133,16 +133,14 @@ def register_model(
         # The pieces of a chunk have no names before an optimizer has them.
         stepped.append(-1 if any(part.in_pieces for part in pieces) else plan.owner)
         unit = units[plan.place.unit].name if units else None
-        found = _chunk_bytes(plan, unit, stage, options, ranks[plan.share], each.home)
+        found = _chunk_bytes(plan, unit, stage, ranks[plan.share], each.home)
         # Gradients of pieces continue on the host of an accelerator, and are cast there.
         if not is_on_cpu and any(part.in_pieces for part in pieces):
             here = sum(part.stop - part.start for part in pieces if not part.in_pieces) * plan.dtype.itemsize
             found = replace(found, cast=here if found.cast else 0, is_written=found.is_written or not here)
         chunks[plan.name] = found
     unit_bytes = {
-        unit.name: sum(
-            plan.layout.size * plan.dtype_in_use(options).itemsize for plan in plans if plan.place.unit == number
-        )
+        unit.name: sum(plan.layout.size * plan.dtype_in_use.itemsize for plan in plans if plan.place.unit == number)
         for number, unit in enumerate(units)
         if unit.modules
     }
@@ -165,22 +163,19 @@ def register_model(
     )
 
 
-def _chunk_bytes(
-    plan: ChunkPlan, unit: str | None, stage: ZeroStage, options: ShardOptions, own: PlannedRanks, home: Home
-) -> ChunkBytes:
-    layout = plan.layout
-    used, reduced = plan.dtype_in_use(options), plan.reduce_dtype(options)
+def _chunk_bytes(plan: ChunkPlan, unit: str | None, stage: ZeroStage, own: PlannedRanks, home: Home) -> ChunkBytes:
+    layout, reduced = plan.layout, plan.reduce_dtype
     gradient = layout.size * reduced.itemsize if plan.trained else 0
-    low, high = layout.share(own.index) if stage.shards_state else (0, layout.size)
+    low, high = plan.updated(own.index, stage)
     # Full tensors for an optimizer are assembled from the sum, and cast by the assembly.
-    is_cast = reduced != plan.dtype and plan.owner >= 0 and not plan.members[0].assembled
+    is_cast = reduced != plan.dtype and plan.owner >= 0 and not plan.assembled
     slices = layout.slots if layout.atomic else [(part.start, part.stop) for part in layout.slices(low, high)]
     cast = sum(max(0, min(stop, high) - max(start, low)) for start, stop in slices) * plan.dtype.itemsize
     return ChunkBytes(
         unit=unit,
         gradient=gradient,
         shard=layout.shard * reduced.itemsize if home.gradients != "host" else 0,
-        arriving=sum(member.shape.numel() for member in plan.members) * used.itemsize,
+        arriving=plan.arriving,
         cast=cast if is_cast and home.gradients == "device" else 0,
         received=gradient if own.receives and own.count > 1 else 0,
         is_pair=not stage.shards_state and own.count == 2 and not own.replicates,

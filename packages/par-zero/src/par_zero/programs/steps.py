@@ -135,12 +135,13 @@ class Recording:
             self.others[-1] = max(self.others[-1], self._other())
 
 
-class StepBook:
+class StepBook(PassBook):
     """The programs of complete steps, made by a policy that places units within a budget.
 
     Args:
         recording: Recording of the current step.
-        passes: Book for the passes of steps that follow no placement.
+        outer: Sets of unit numbers, one per unit: the units around it.
+        chunks: Numbers of the trained chunks of each unit.
         place: Function that places a trace. Its second argument is the number of resident bytes.
         resident: Bytes that stay on this rank's device throughout a step.
         most: Collective function that returns the elementwise maximum of the ranks' lists.
@@ -152,17 +153,19 @@ class StepBook:
     def __init__(
         self,
         recording: Recording,
-        passes: PassBook,
+        outer: Sequence[frozenset[int]],
+        chunks: Sequence[Sequence[int]],
         *,
         place: Callable[[Trace, int], Placement],
         resident: int,
         most: Callable[[list[int]], list[int]],
     ) -> None:
-        self._recording, self._passes = recording, passes
+        super().__init__(outer, chunks)
+        self._recording = recording
         self._place, self._resident, self._most = place, resident, most
         self._programs: dict[StepEvents, StepProgram] = {}
         self._after: dict[StepEvents, StepEvents] = {}  # the step that followed each step
-        self._before: StepEvents | None = None  # the step before this one, if it was equal on all ranks
+        self._step_before: StepEvents | None = None  # the step before this one, if it was equal on all ranks
         self.trace: Trace | None = None
         self._program: StepProgram | None = None
         self._grown, self._alike, self._whole = False, True, True
@@ -183,13 +186,13 @@ class StepBook:
         return (self._grown,)
 
     def look_up(self, kind: PassKind, start: frozenset[int]) -> PassProgram | None:
-        """Return the program of a pass that begins: see `Book.look_up`."""
+        """Return the program of a pass that begins. Without a placement it is that of a single pass."""
         if self._program is None:
-            return self._passes.look_up(kind, start)
+            return super().look_up(kind, start)
         return self._program.passes[len(self._recording.ends)]
 
     def note(self, current: Pass, event: PassEvent, place: int | None, units: Sequence[Unit]) -> None:
-        """Record an event and the units that it needs: see `Book.note`."""
+        """Record an event and the units that it needs: see `PassBook.note`."""
         program = self._program
         # Without a placement the gathered units are those that "behind" needs. A placement also keeps units that the
         # event does not need, so its events take their units from the program.
@@ -205,18 +208,12 @@ class StepBook:
             self._grown |= self._recording.note(event, program.held[number]) > program.others[number]
 
     def end_pass(self, current: Pass, *, alike: bool, flags: Sequence[bool]) -> None:
-        """Record that a pass has ended on all ranks.
-
-        Args:
-            current: Pass that has ended.
-            alike: Whether the pass had the same events on all ranks.
-            flags: One boolean for each item of `self.flags`: whether any rank has set it.
-        """
+        """Record that a pass has ended on all ranks: see `PassBook.end_pass`."""
         self._recording.end_pass()
         self._alike &= alike
         self._grown |= flags[0]
         if self._program is None:
-            self._passes.end_pass(current, alike=alike, flags=())
+            super().end_pass(current, alike=alike, flags=())
         # The ranks departed from the program in this pass, all of them, or they would have raised.
         elif current.program is None:
             self.stop()
@@ -237,8 +234,8 @@ class StepBook:
             return
         key = tuple(recording.events) if self._alike else None
         whole = self._whole and (program is None or key == program.events)
-        if key is not None and self._before is not None:
-            self._after[self._before] = key
+        if key is not None and self._step_before is not None:
+            self._after[self._step_before] = key
         try:
             # A step that followed its program is placed again if any rank's other bytes exceeded the plan. All ranks
             # take this branch together: `_grown` and the events are equal on all ranks, as `most` is a collective.
@@ -247,12 +244,12 @@ class StepBook:
                 if program is not None:
                     others = list(map(max, others, program.others))
                 self._programs[key] = recording.program(
-                    self._place(recording.trace(others), resident), others, self._passes.add_reductions
+                    self._place(recording.trace(others), resident), others, self.add_reductions
                 )
             if whole:
                 self.trace = recording.trace(recording.others)
         finally:
-            self._before = key
+            self._step_before = key
             following = None if key is None else self._programs.get(self._after.get(key, key))
             # Events differ between ranks if their data decides which units they skip. The program remains valid.
             if key is None and program is not None:
@@ -262,7 +259,7 @@ class StepBook:
     def forget(self) -> None:
         """Forget the recording, because a pass has failed. The rest of this step follows no placement."""
         self._begin_step(None)
-        self._before, self._whole = None, False
+        self._step_before, self._whole = None, False
 
     def _begin_step(self, program: StepProgram | None) -> None:
         self._recording.clear()

@@ -5,7 +5,7 @@ from collections.abc import Collection, Container, Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from .._collectives import all_reduce
+from .._collectives import largest_of
 
 
 class LearnedOrder:
@@ -57,17 +57,15 @@ class LearnedOrder:
             device: Device of the all-reduced numbers.
         """
         latest, groups = self._previous or self.numbers, tuple(groups)
-        length = torch.tensor([len(latest)], device=device)
-        for group in groups if self._repeats else ():
-            all_reduce(length, group, dist.ReduceOp.MAX).wait()
+        length = len(latest)
+        if self._repeats:
+            (length,) = largest_of([length], groups, device)
         # Zero is padding. The lowest rank adds the largest multiple, so its numbers are the maxima over any chain of
         # groups that overlap. Broadcasts would not work, because each group has another first rank.
-        padded = [number + 1 for number in latest] + [0] * (int(length) - len(latest))
-        ahead = dist.get_world_size() - 1 - dist.get_rank()
-        ranked = (torch.tensor(padded, dtype=torch.int64) + ahead * self._base).to(device)
-        for group in groups:
-            all_reduce(ranked, group, dist.ReduceOp.MAX).wait()
-        self.numbers = [number - 1 for number in (ranked % self._base).tolist() if number]
+        padded = [number + 1 for number in latest] + [0] * (length - len(latest))
+        ahead = (dist.get_world_size() - 1 - dist.get_rank()) * self._base
+        ranked = largest_of([number + ahead for number in padded], groups, device, torch.int64)
+        self.numbers = [number % self._base - 1 for number in ranked if number % self._base]
 
 
 class ReductionOrder:

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from par_groups import agree
 
-from .._collectives import Flags, all_reduce, same_ranks
+from .._collectives import Flags, largest_of, same_ranks
 from .._torch_private import call_at_end_of_backward, current_pass, is_in_backward
 from ..layout.buffers import Buffers
 from ..layout.chunk import Chunk
@@ -113,14 +113,6 @@ class Reducer:
         for buffer in (*self.buffers.gradients.free, *self.buffers.received.free):
             yield BUFFERS, buffer, "device"
 
-    def pop_sum(self, chunk: Chunk) -> torch.Tensor:
-        """Return the elements `updated` of a chunk's sum over the ranks, and drop the sum.
-
-        Args:
-            chunk: Chunk.
-        """
-        return self.gradients[chunk.number].pop_sum()
-
     @property
     def begun(self) -> int:
         """Number of reductions with this rank's gradients that have begun in this pass."""
@@ -154,14 +146,12 @@ class Reducer:
                 collective may be in flight on them.
         """
         current = self._pass
-        begun = torch.tensor([len(current.begun) + (current.empty or 0)], device=self.usage.device)
-        for group in groups:
-            all_reduce(begun, group, dist.ReduceOp.MAX).wait()
-        self._begin_first(int(begun))
+        (begun,) = largest_of([len(current.begun) + (current.empty or 0)], groups, self.usage.device)
+        self._begin_first(begun)
         self._reductions.abandon()
         self._empty.wait()
         # A later call, such as in `reset`, must not begin them again.
-        current.begun.update(self.order.numbers[: int(begun)])
+        current.begun.update(self.order.numbers[:begun])
         current.empty = None
 
     def begin_failed(self, until: int | None) -> None:

@@ -1,11 +1,11 @@
 """The parameters that have a gradient for the optimizer, on this rank and on any rank."""
 
 from collections.abc import Sequence
+from itertools import chain, islice
 
 import torch
-import torch.distributed as dist
 
-from .._collectives import Flags, all_reduce
+from .._collectives import Flags, largest_of
 from .._torch_private import is_in_torch_func, without_torch_functions
 from ..layout.chunk import Chunk
 from ..layout.gradients import ChunkGradients
@@ -31,7 +31,7 @@ class GradientUsage:
     def __init__(self, gradients: Sequence[ChunkGradients], sharers: Sharers) -> None:
         self._gradients, self._sharers = gradients, sharers
         self._sizes = [len(each.chunk.members) for each in gradients]
-        self._anywhere = [torch.zeros(size, dtype=torch.int32) for size in self._sizes]
+        self._anywhere = [[0] * size for size in self._sizes]
         self._here = [[0] * size for size in self._sizes]
         self._unshared: set[int] = set()  # chunks for which `_anywhere` holds only this rank's usage
         self._had_all = False  # whether this rank had gradients of all members in the latest pass that reduced
@@ -42,7 +42,7 @@ class GradientUsage:
     @property
     def has_all(self) -> bool:
         """Whether all members have a gradient, as far as this rank knows."""
-        return all(bool(used.all()) for used in self._anywhere)
+        return all(map(all, self._anywhere))
 
     @property
     def device(self) -> torch.device:
@@ -56,8 +56,8 @@ class GradientUsage:
             number: Number of the chunk.
             used: Flags, one per member: 1 if the member had a gradient, else 0.
         """
-        self._anywhere[number] |= torch.tensor(used, dtype=torch.int32)
-        self._here[number] = [old | new for old, new in zip(self._here[number], used, strict=True)]
+        for flags in (self._anywhere, self._here):
+            flags[number] = [old | new for old, new in zip(flags[number], used, strict=True)]
 
     def begin_pass(self, arrived: torch.Tensor | None) -> None:
         """Remove the stand-ins, and drop the gradients that the caller has dropped since the last pass.
@@ -107,7 +107,7 @@ class GradientUsage:
             Lists of member indices, one list per chunk.
         """
         self.share()
-        return [(self._anywhere[chunk.number] == 0).nonzero().flatten().tolist() for chunk in chunks]
+        return [[index for index, used in enumerate(self._anywhere[chunk.number]) if not used] for chunk in chunks]
 
     def share(self) -> None:
         """Find the members that had a gradient on any rank, in the latest pass that reduced or before."""
@@ -117,12 +117,10 @@ class GradientUsage:
         # condition avoids the read, which waits for the device.
         if self._had_all or self._flags.read()[0]:
             for number in self._unshared:
-                self._anywhere[number].fill_(1)
+                self._anywhere[number] = [1] * self._sizes[number]
         else:
-            used = torch.cat(self._anywhere).to(self.device)
-            for group in self._sharers.agreeing:
-                all_reduce(used, group, dist.ReduceOp.MAX).wait()
-            self._anywhere = list(used.cpu().split(self._sizes))
+            used = iter(largest_of(list(chain(*self._anywhere)), self._sharers.agreeing, self.device))
+            self._anywhere = [list(islice(used, size)) for size in self._sizes]
         self._unshared.clear()
 
     def look_before_step(self, chunks: Sequence[Chunk]) -> None:
@@ -166,19 +164,18 @@ class GradientUsage:
             return
         self.share()  # first, because it adds the usage of the previous pass, which must not set these members again
         self._gradients[number].drop_members(dropped.members)
-        self._anywhere[number][dropped.members] = 0
         for index in dropped.members:
-            self._here[number][index] = 0
+            self._anywhere[number][index] = self._here[number][index] = 0
 
     def _clear_dropped(self) -> None:
         """Clear the usage of chunks whose gradients the caller has dropped in the optimizer's tensors."""
         gone: dict[int, bool] = {}  # by optimizer: whether all of its gradients on this rank were dropped
         for each in self._gradients:
             if each.is_stepped_here:
-                gone[each.chunk.owner] = gone.get(each.chunk.owner, True) and each.is_empty
+                gone[each.chunk.plan.owner] = gone.get(each.chunk.plan.owner, True) and each.is_empty
         for number, each in enumerate(self._gradients):
             # A rank may hold no part of a small chunk, and still be the only one whose data has used its members.
-            if each.is_empty and (each.is_stepped_here or gone.get(each.chunk.owner, False)):
+            if each.is_empty and (each.is_stepped_here or gone.get(each.chunk.plan.owner, False)):
                 self._clear(number)
 
     def _clear_shared(self, number: int) -> None:
@@ -186,5 +183,5 @@ class GradientUsage:
         self._unshared.discard(number)
 
     def _clear(self, number: int) -> None:
-        self._anywhere[number].zero_()
-        self._here[number] = [0] * self._sizes[number]
+        for flags in (self._anywhere, self._here):
+            flags[number] = [0] * self._sizes[number]

@@ -63,7 +63,7 @@ def count(
             now["device"]["copies"] -= away
             now["host"]["copies"] += away
         if chunk.slices or chunk.wholes:
-            for each in _of_optimizer(chunk, optimizers[chunk.owner], on_disk):
+            for each in _of_optimizer(chunk, optimizers[chunk.plan.owner], on_disk):
                 add(*each)
     for tensor in (*module.parameters(), *module.buffers()):
         add("parameters", tensor)

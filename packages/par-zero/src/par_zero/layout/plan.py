@@ -1,0 +1,126 @@
+"""What is known of parameters and of a chunk before the chunk has memory."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .._policies import MixedPrecision
+from .._stage import ZeroStage
+from .packing import ChunkLayout
+from .units import UnitPlace
+
+
+@dataclass(eq=False, kw_only=True)
+class Member:
+    """Parameter of a chunk.
+
+    Args:
+        parameter: Parameter of the module.
+        names: All names of the parameter in the module. A tied parameter has several.
+        group: Number of its param group among those of all optimizers; -1 if no optimizer has it.
+        owner: Number of its optimizer; -1 if no optimizer has it.
+        atomic: Whether its optimizer needs the full tensor.
+        assembled: Whether the full tensor is assembled from the shards of tensor-parallel ranks or from several boxes.
+        share: Index of its data-parallel group: 0 for `group` of `shard`, then `expert_groups`.
+        place: FSDP unit, and the called modules that have it.
+        shape: Shape of the parameter on this rank before `shard` shards it.
+        kept: Whether the module computes with it in its own dtype, regardless of `param_dtype`.
+    """
+
+    parameter: nn.Parameter
+    names: tuple[str, ...]
+    group: int
+    owner: int = -1
+    atomic: bool = False
+    assembled: bool = False
+    share: int = 0
+    place: UnitPlace
+    shape: torch.Size
+    kept: bool = False
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ChunkPlan:
+    """Chunk that has no memory yet.
+
+    Args:
+        members: Parameters, which still have memory of their own.
+        layout: Positions of the parameters in the chunk.
+        precision: Dtypes that the caller of `shard` wants.
+        most: Number of elements of the chunk on the rank with the largest. Ranks may hold different numbers of experts,
+            so decisions that must be equal on all ranks use this number.
+        most_kept: Number of elements of the largest shard that any rank keeps at stage 3.
+    """
+
+    members: tuple[Member, ...]
+    layout: ChunkLayout
+    precision: MixedPrecision
+    most: int
+    most_kept: int
+
+    @property
+    def name(self) -> str:
+        """Name of its first parameter, which programs use as the name of the chunk."""
+        return self.members[0].names[0]
+
+    @property
+    def place(self) -> UnitPlace:
+        """FSDP unit of all parameters, and the called modules that have them."""
+        return self.members[0].place
+
+    @property
+    def share(self) -> int:
+        """Index of the data-parallel group of all parameters."""
+        return self.members[0].share
+
+    @property
+    def owner(self) -> int:
+        """Number of the optimizer that has all parameters; -1 if no optimizer has them."""
+        return self.members[0].owner
+
+    @property
+    def trained(self) -> bool:
+        """Whether the parameters get gradients."""
+        return self.owner >= 0 or self.members[0].parameter.requires_grad
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype in which the optimizer steps the parameters."""
+        return self.members[0].parameter.dtype
+
+    @property
+    def kept(self) -> bool:
+        """Whether the module computes with the parameters in their own dtype, regardless of `param_dtype`."""
+        return self.members[0].kept
+
+    @property
+    def assembled(self) -> bool:
+        """Whether the optimizer steps assembled tensors in place of slices: see `par_zero.optimizer.assembly`."""
+        return self.members[0].assembled
+
+    @property
+    def arriving(self) -> int:
+        """Bytes of the gradients of the parameters as autograd makes them."""
+        return sum(member.shape.numel() for member in self.members) * self.dtype_in_use.itemsize
+
+    @property
+    def dtype_in_use(self) -> torch.dtype:
+        """Dtype in which the module uses the parameters. Complex parameters keep their own dtype."""
+        wanted = self.precision.param_dtype
+        return wanted if wanted is not None and self.dtype.is_floating_point and not self.kept else self.dtype
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """Dtype in which gradients are summed. Complex gradients keep their own dtype."""
+        wanted = self.precision.reduce_dtype
+        return wanted if wanted is not None and self.dtype.is_floating_point else self.dtype_in_use
+
+    def updated(self, rank: int, stage: ZeroStage) -> tuple[int, int]:
+        """Return the first element that the optimizer of a rank updates, and the last plus one.
+
+        Args:
+            rank: Index of the rank in the data-parallel group.
+            stage: ZeRO stage.
+        """
+        return self.layout.share(rank) if stage.shards_state else (0, self.layout.size)
