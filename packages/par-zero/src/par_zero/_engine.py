@@ -1,7 +1,6 @@
 """Engine of a sharded module: it acts before and after forward, backward and the optimizer's step."""
 
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
@@ -10,32 +9,20 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import on_settle, on_written, refuse_get_state_dict, zero_grad_
+from par_groups import on_settle, on_written
 
-from ._arrive import Arrivals
 from ._check import ENGINE, mark_packed
 from ._gather import Gatherer
 from ._stage import ZeroStage
-from ._torch_private import (
-    call_first_after_step,
-    call_last_before_step,
-    has_compiled,
-    is_within_step,
-    without_torch_functions,
-)
+from ._step_hooks import StepHooks, override_
 from ._unit import Unit
 from .layout.chunk import Chunk
 from .layout.meter import Meter
-from .layout.packed import PackedParameters
 from .layout.sharers import Sharers
 from .layout.units import called
 from .offload.plan import OffloadPlan
 from .offload.tier import DiskTier, DiskUsage
-from .optimizer.apart import SliceSplitter
 from .optimizer.assembly import Assembly
-from .optimizer.step import rewire_
-from .optimizer.stepped import SteppedOptimizer
-from .optimizer.written import ModuleWrites, Writes
 from .placement.moments import Trace
 from .placement.room import Room
 from .programs.agreement import FLAGS, Agreement
@@ -84,7 +71,6 @@ class Engine:
     ) -> None:
         self._sharers, self._chunks = sharers, tuple(chunks)
         self._trained = [chunk for chunk in chunks if chunk.plan.trained]
-        stepped = [[chunk for chunk in self._trained if chunk.plan.owner == n] for n in range(len(optimizers))]
         self._module, self._meter = module, Meter()
         for chunk in chunks:
             chunk.meter = self._meter
@@ -97,8 +83,6 @@ class Engine:
         self._sections: SectionProgram | None = None
         if exchanges and not stage.shards_parameters:
             self._sections = SectionProgram(module, self._trained, self._reducer)
-        # At stage 3 a freed parameter reports each write by itself.
-        self._module_writes = ModuleWrites(() if stage.shards_parameters else self._trained)
         self._gatherer: Gatherer | None = None
         self._steps: StepBook | None = None
         if stage.shards_parameters:
@@ -111,108 +95,44 @@ class Engine:
         # The gatherer's hooks come first, because the units that they free belong to the pass.
         self._reducer.hooks.at_end.append(self._meter.end_pass)
         self._program = StepRecord(model, self._reducer, self._meter)
-        is_late = offload is not None and offload.late
-        self._packed = PackedParameters(module, self._chunks, in_place=not stage.shards_parameters)
-        self._optimizers: list[SteppedOptimizer] = []
-        # The ranks compute with copies of the optimizer's tensors: on other ranks, or in another dtype on this rank.
-        keeps_copies = any(
-            chunk.has_copies or chunk.plan.assembled or (stage.shards_state and chunk.layout.ranks > 1)
-            for chunk in self._trained
-        )
-        self._writes = Writes(
-            stepped,
+        self._hooks = StepHooks(
+            module,
+            optimizers,
+            self._chunks,
+            stage,
             sharers,
-            self._publish_anew,
-            self._follow_module_writes,
-            ignored=not keeps_copies,
-            late=is_late,
+            self._reducer,
+            gatherer=self._gatherer,
+            assemblies=assemblies,
+            offload=offload,
+            on_stepped=self._end_step,
         )
-        for assembly in assemblies.values():
-            self._reducer.hooks.at_end.append(partial(assembly.take_gradients, self._reducer.gradients))
-        cuts = {} if offload is None else {c: tiers.pieces for c, tiers in zip(chunks, offload.chunks, strict=True)}
-        first = 0
-        for number, optimizer in enumerate(optimizers):
-            wholes = assemblies[number].wholes if number in assemblies else ()
-            rewire_(optimizer, stepped[number], first, wholes, cuts)
-            first += len(optimizer.param_groups)
-            # The user's hooks may change gradients and settings, so this hook runs after them.
-            call_last_before_step(optimizer, partial(self._before_step, number))
-            if offload is None or not offload.in_pieces:
-                # The user may compile the step, and the collectives of the hooks must not be traced with it.
-                optimizer.register_step_post_hook(torch.compiler.disable(partial(self._after_step, number)))
-            else:  # the user's hooks must see all gradients and all stepped tensors
-                call_first_after_step(optimizer, partial(self._after_step, number))
-            splitter = SliceSplitter(optimizer, stepped[number])
-            self._optimizers.append(
-                SteppedOptimizer(
-                    optimizer=optimizer, chunks=stepped[number], splitter=splitter, assembly=assemblies.get(number)
-                )
-            )
-            # A failed step may have left parts of slices in the optimizer. Reductions need the slices.
-            self._reducer.hooks.at_start.append(splitter.leave)
-            optimizer.register_state_dict_pre_hook(refuse_get_state_dict)
-            optimizer.register_state_dict_pre_hook(splitter.leave)
-            optimizer.register_load_state_dict_pre_hook(splitter.leave)
-            zero_grad: Any = partial(self._zero_grad_of_optimizer, number)
-            # `zero_grad_` reads the signature to decide which arguments it passes.
-            zero_grad.__signature__ = inspect.signature(optimizer.zero_grad)
-            # Registered later than `_after_step`, it runs earlier, so `_after_step` finds slices again.
-            call_first_after_step(optimizer, partial(self._join, number))
-            _override_(optimizer, zero_grad=zero_grad, add_param_group=_refuse_group)
-            self._writes.watch(number, optimizer)
-            held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-            on_settle(held, partial(self._follow_module_writes, number))
-        self._disk_tier = None if offload is None else self._make_disk_tier(offload)
-        self._arrivals: Arrivals | None = None
-        wait_for_step = None if self._disk_tier is None or not is_late else self._disk_tier.wait_for
-        if not stage.shards_parameters and (stage.shards_state or wait_for_step is not None):
-            self._arrivals = Arrivals(self._trained, self._reducer, wait_for_step)
-            self._reducer.hooks.at_start.append(self._arrivals.begin_delayed)
-        if self._disk_tier is not None:
-            self._attend(self._disk_tier, units)
+        if self._hooks.disk_tier is not None:
+            self._attend(self._hooks.disk_tier, units)
         items = called(module)
         for entry in dict.fromkeys((module, *items)):
             # A load writes the module's parameters, and master weights must follow.
             entry.register_load_state_dict_post_hook(self.refresh)
             # copy and pickle call `__reduce_ex__` first, and would otherwise fail with an unrelated error about a hook.
-            _override_(entry, no_sync=self.no_sync, __reduce_ex__=partial(_refuse_copy, type(entry).__name__))
+            override_(entry, no_sync=self.no_sync, __reduce_ex__=partial(_refuse_copy, type(entry).__name__))
         for number, item in enumerate(items):
-            _override_(item, zero_grad=partial(self._zero_grad_of, number))
+            override_(item, zero_grad=partial(self._zero_grad_of, number))
             item.register_forward_hook(torch.compiler.disable(self._expect_backward))
-            if keeps_copies:
+            if self._hooks.copies:
                 # This hook comes before the user's hooks, which may read parameters.
-                item.register_forward_pre_hook(torch.compiler.disable(self._writes.publish_seen), prepend=True)
-            if self._arrivals is not None and self._arrivals.late:
-                item.register_forward_pre_hook(torch.compiler.disable(self._wait_if_compiled))
+                item.register_forward_pre_hook(torch.compiler.disable(self._hooks.publish_seen), prepend=True)
+            if self._hooks.arrivals is not None and self._hooks.arrivals.late:
+                item.register_forward_pre_hook(torch.compiler.disable(self._hooks.wait_if_compiled))
         # This comes after the items, because the module may be an item itself.
-        _override_(module, zero_grad=self.zero_grad)
-
-    def _make_disk_tier(self, offload: OffloadPlan) -> DiskTier | None:
-        """Return the tier that steps state in pieces, after moving the optimizers' existing state to its file."""
-        if not offload.in_pieces:
-            return None
-        optimizers = [each.optimizer for each in self._optimizers]
-        device = self._sharers.device_of_flags(self._chunks[0].device)
-        tier = DiskTier(offload, self._chunks, optimizers, self._sharers.agreeing, device)
-        for store in tier.gradient_stores:
-            for chunk in store.chunks:
-                self._reducer.gradients[chunk.number].store = store
-        for number, optimizer in enumerate(optimizers):
-            tier.adopt_(number)
-            on_settle(tier.tensors(number), tier.settle)
-            on_settle(tier.tensors(number), self._writes.watches[number].settled)
-            # Both read or write state, which a late step may still be stepping.
-            optimizer.register_state_dict_pre_hook(tier.settle)
-            optimizer.register_load_state_dict_pre_hook(tier.settle)
-            optimizer.register_load_state_dict_post_hook(partial(tier.adopt_, number))
-        return tier
+        override_(module, zero_grad=self._hooks.zero_grad)
 
     def _attend(self, tier: DiskTier, units: Sequence[Unit]) -> None:
         """Connect the disk tier to passes, to units that are gathered, and to readers of parameters."""
         self._reducer.hooks.at_start.append(tier.prefetch)
         if tier.shards.were_given or tier.gradients.were_given:
-            tier.errors.on_lost = self._drop_gradients
-            self._reducer.hooks.at_end.append(self._raise_problem)
+            # A failed read made gradients NaN, and no step may use them.
+            tier.errors.on_lost = partial(self._hooks.drop_gradients, self._trained)
+            self._reducer.hooks.at_end.append(partial(_raise_reduced, tier))
         if tier.shards.were_given:
             if self._gatherer is not None:
                 self._gatherer.read_ahead()
@@ -241,8 +161,7 @@ class Engine:
             setattr(entry, ENGINE, self)
         if self._gatherer is not None:
             # Writes to a shard on the host of an accelerator must not race with its copies to the device.
-            settle = (lambda: None) if self._disk_tier is None else self._disk_tier.settle
-            self._gatherer.guard(settle, self.refresh)
+            self._gatherer.guard(self._hooks.settle, self.refresh)
 
     @contextmanager
     def no_sync(self, *, keep: bool = True) -> Iterator[None]:
@@ -255,61 +174,44 @@ class Engine:
     @contextmanager
     def summon(self) -> Iterator[None]:
         """See `par_zero.summon`. Master weights change only in elements that were written."""
-        self._wait_for_parameters()
-        for number in range(len(self._optimizers)):
-            self._follow_module_writes(number)
+        self._hooks.wait_for_parameters()
         # Writes so far are published first, because the comparison after the block shows only later writes.
-        self._writes.publish()
-        if self._disk_tier is not None:
-            self._disk_tier.finish()
+        self._hooks.follow_()
+        tier = self._hooks.disk_tier
+        if tier is not None:
+            tier.finish()
+        # Parameters that were just gathered may be those that some rank could not read.
+        check = tier.errors.raise_together if tier is not None and tier.shards.were_given else _do_nothing
         # Only a comparison with the old values shows which elements a program has written. The other elements keep all
         # digits of their master weights.
         before = [(chunk, chunk.own.clone()) for chunk in self._chunks if chunk.has_copies]
         try:
-            with nullcontext() if self._gatherer is None else self._gatherer.summon(self._raise_lost):
+            with nullcontext() if self._gatherer is None else self._gatherer.summon(check):
                 yield
-                self._packed.check(whole=True)
+                self._hooks.packed.check(whole=True)
         finally:
             written = [(chunk, old) for chunk, old in before if not torch.equal(chunk.own, old)]
-            if written and self._disk_tier is not None:
-                self._disk_tier.settle()
+            if written:
+                self._hooks.settle()
             for chunk, old in written:
                 for part, exact in chunk.copies():
                     now, then = chunk.own[part].to(exact.device), old[part].to(exact.device)
                     exact.copy_(torch.where(now == then, exact, now))
-            self._module_writes.mark(self._trained)
-            self._writes.forget()
-
-    def _raise_lost(self) -> None:
-        """Raise an error on all ranks if any rank could not read parameters that were just gathered."""
-        if self._disk_tier is not None and self._disk_tier.shards.were_given:
-            self._disk_tier.errors.raise_together()
-
-    def _raise_problem(self, *, reduced: bool) -> None:
-        """Raise an error on all ranks after a backward pass in which a disk has failed."""
-        if self._disk_tier is not None and reduced:
-            self._disk_tier.errors.raise_together()
-
-    def _drop_gradients(self) -> None:
-        """Drop all gradients, because a failed read made them NaN, and no step may use them."""
-        self._reducer.usage.forget(self._trained)
-        for chunk in self._trained:
-            for tensor in (*(part.tensor for part in chunk.slices), *chunk.wholes):
-                tensor.grad = None
+            self._hooks.agree()
 
     def residency(self) -> Residency:
         """See `par_zero.residency`."""
         gradients = self._reducer.memory()
-        optimizers = [each.optimizer for each in self._optimizers]
-        return count(self._module, optimizers, self._chunks, gradients, self._disk_tier, self._meter)
+        optimizers = [each.optimizer for each in self._hooks.optimizers]
+        return count(self._module, optimizers, self._chunks, gradients, self._hooks.disk_tier, self._meter)
 
     def disk_usage(self) -> DiskUsage:
         """See `par_zero.disk_usage`."""
-        return DiskUsage() if self._disk_tier is None else self._disk_tier.measure()
+        return DiskUsage() if self._hooks.disk_tier is None else self._hooks.disk_tier.measure()
 
     def reload_state(self, size: int) -> int:
         """See `par_zero.reload_state`."""
-        return 0 if self._disk_tier is None else self._disk_tier.reload_state(size)
+        return 0 if self._hooks.disk_tier is None else self._hooks.disk_tier.reload_state(size)
 
     def program(self) -> ZeroProgram | None:
         """See `par_zero.program`."""
@@ -320,60 +222,36 @@ class Engine:
         """See `par_zero.trace`."""
         return None if self._steps is None else self._steps.trace
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, including those that wait under `no_sync`. It is the module's method."""
-        self._finish_with_gradients(range(len(self._optimizers)), set_to_none)
-        self._reducer.usage.forget(self._trained)
-        for each in self._optimizers:
-            zero_grad_(each.optimizer, set_to_none, partial(type(each.optimizer).zero_grad, each.optimizer))
-
-    def _zero_grad_of_optimizer(self, number: int, *args: Any, **keywords: Any) -> None:
-        """Drop the gradients of one optimizer. It is the optimizer's method, with its class's arguments."""
-        set_to_none = keywords.get("set_to_none", args[0] if args else True)
-        self._finish_with_gradients([number], bool(set_to_none))
-        self._reducer.usage.forget(self._optimizers[number].chunks)
-        optimizer = self._optimizers[number].optimizer
-        type(optimizer).zero_grad(optimizer, *args, **keywords)
-
-    def _finish_with_gradients(self, numbers: Iterable[int], set_to_none: bool) -> None:
-        """Wait for the steps that may still read gradients of some optimizers before these are written."""
-        for number in numbers:
-            self._optimizers[number].splitter.leave()
-        if self._disk_tier is not None:
-            self._disk_tier.drop_hidden_gradients(numbers)
-            # Zeros would overwrite gradients that a late step still reads; None leaves the tensors as they are.
-            if not set_to_none:
-                self._disk_tier.join()
-
     def _zero_grad_of(self, item: int, set_to_none: bool = True) -> None:  # noqa: ARG002 - the module's signature
         """Drop the gradients of one of several called modules."""
-        chunks = [chunk for chunk in self._trained if item in chunk.plan.place.items]
-        self._reducer.usage.forget(chunks)
-        for chunk in chunks:
-            for tensor in (*(part.tensor for part in chunk.slices), *chunk.wholes):
-                tensor.grad = None
+        self._hooks.drop_gradients([chunk for chunk in self._trained if item in chunk.plan.place.items])
+
+    def _end_step(self) -> None:
+        """End the step of an optimizer."""
+        if self._sections is not None:
+            self._sections.forget()
+        if self._gatherer is not None:
+            self._gatherer.end_step()
+        self._program.end_step()
 
     def reset(self) -> None:
         """See `par_zero.reset`."""
-        self._wait_for_parameters()
+        self._hooks.wait_for_parameters()
         if self._gatherer is not None:
             self._gatherer.fail()
         self._reducer.reset()
-        for each in self._optimizers:
+        for each in self._hooks.optimizers:
             each.splitter.leave()
         if self._sections is not None:
             self._sections.forget()
         if self._gatherer is not None:
             self._gatherer.reset()
-        if self._disk_tier is not None:
-            self._disk_tier.settle()
+        self._hooks.settle()
         self._program.forget()
 
     def refresh(self, *_: Any) -> None:
         """Copy parameters that other code has written to the optimizer's own copies."""
-        self._wait_for_parameters()
-        if self._disk_tier is not None:
-            self._disk_tier.settle()
+        self._hooks.settle()
         # Units that are still gathered have the values from before the write.
         if self._gatherer is not None:
             self._gatherer.free_hidden()
@@ -381,8 +259,7 @@ class Engine:
             for chunk in self._chunks:
                 for part, exact in chunk.copies():
                     exact.copy_(chunk.own[part])
-        self._module_writes.mark(self._trained)
-        self._writes.forget()
+        self._hooks.agree()
 
     def _expect_backward(self, module: nn.Module, _: Any, output: Any) -> None:
         """Start the reducer at the gradient of the output, where a backward pass begins.
@@ -398,151 +275,6 @@ class Engine:
         if tensors and torch.is_grad_enabled():
             # The loss need not depend on every output, so the first gradient of any output begins the pass.
             torch.autograd.graph.register_multi_grad_hook(tensors, self._reducer.start, mode="any")
-
-    def _before_step(
-        self, number: int, optimizer: Optimizer, args: Any, keywords: dict[str, Any]
-    ) -> tuple[Any, Any] | None:
-        """Prepare a step. For a step with a closure, prepare it after the closure has made the gradients."""
-        if is_within_step(optimizer):
-            return None
-        stepped = self._optimizers[number]
-        # Slices may still be split if the step before has failed.
-        stepped.splitter.leave()
-        chunks = stepped.chunks
-
-        def prepare() -> None:
-            if self._gatherer is not None:
-                self._gatherer.check_step()
-            self._wait_for_parameters(chunks)
-            self._follow_module_writes(number)
-            self._writes.watches[number].end()
-            if self._disk_tier is not None:
-                self._disk_tier.before_step(number)
-            # Parameters of another optimizer may still be in flight, and a plain read would wait for them.
-            with without_torch_functions():
-                self._packed.look()
-            self._reducer.usage.look_before_step(chunks)
-            unused = self._reducer.usage.unused(chunks)
-            if stepped.assembly is not None:
-                stepped.assembly.before_step(dict(zip(chunks, unused, strict=True)))
-            stepped.splitter.look(unused)
-            self._meter.note("S", str(number))
-            if self._disk_tier is not None:
-                self._disk_tier.step(number, stepped.splitter)
-            stepped.splitter.enter()
-
-        # torch runs this hook before the closure, which makes the gradients. So the closure is wrapped, and the step is
-        # prepared between closure and update.
-        closure = keywords.get("closure", args[1] if len(args) > 1 else None)
-        if not callable(closure):  # a class may take something else there, such as a loss
-            prepare()
-            return None
-
-        def closure_then_prepare() -> Any:
-            with torch.enable_grad():
-                loss = closure()
-            prepare()
-            return loss
-
-        if "closure" in keywords:
-            return args, {**keywords, "closure": closure_then_prepare}
-        return (args[0], closure_then_prepare, *args[2:]), keywords
-
-    def _join(self, number: int, optimizer: Optimizer, *_: Any) -> None:
-        """Join split slices before the user's hooks read them."""
-        if not is_within_step(optimizer):
-            self._optimizers[number].splitter.join_()
-
-    def _after_step(self, number: int, optimizer: Optimizer, *_: Any) -> None:
-        """Copy an optimizer's updates to the parameters, and to the other ranks."""
-        if is_within_step(optimizer):
-            return
-        if self._disk_tier is not None:
-            self._disk_tier.end_step(number)
-        self._writes.watches[number].put_back_()
-        self._publish(number)
-        if self._sections is not None:
-            self._sections.forget()
-        if self._gatherer is not None:
-            self._gatherer.end_step()
-        self._program.end_step()
-        # A late step is still running, so its errors are raised later.
-        if self._disk_tier is not None and not self._disk_tier.runner.is_late:
-            self._disk_tier.errors.raise_together()
-
-    def _publish(self, number: int, *, anew: bool = False) -> None:
-        """Copy the tensors of an optimizer to the parameters, and to the other ranks.
-
-        Args:
-            number: Number of the optimizer.
-            anew: Whether they were written outside of a step. In a step, pieces are copied when they are stepped.
-        """
-        chunks, assembly = self._optimizers[number].chunks, self._optimizers[number].assembly
-        if assembly is not None:
-            assembly.after_step()
-        with torch.no_grad():
-            for chunk in chunks:
-                if anew:
-                    for part, exact in chunk.copies():
-                        chunk.own[part].copy_(exact)
-                elif chunk.master is not chunk.own and not any(part.in_pieces for part in chunk.slices[:1]):
-                    chunk.own[: chunk.master.numel()].copy_(chunk.master)
-            if not anew:
-                self._program.note_stepped(chunks)
-            self._writes.watches[number].begin()
-            # The all-gathers begin last: from then on the optimizer's tensors wait for them when they are touched.
-            if self._arrivals is not None:
-                self._arrivals.begin(chunks)
-
-    def _follow_module_writes(self, number: int, *_: object) -> None:
-        """Copy what a program has written to the module's parameters to the master weights of one optimizer.
-
-        Raises:
-            RuntimeError: The program has also written the master weights since the last step.
-        """
-        chunks = self._optimizers[number].chunks
-        written = self._module_writes.find(chunks)
-        # Version counters are equal on all ranks, so all ranks join the collective in `was_written`, or none does.
-        if written and self._writes.was_written(number):
-            self._refuse_both_writes(number, written[0])
-        # An alias may exist on one rank only, such as in a log of rank 0, so the ranks exchange nothing here.
-        aliased = [] if self._writes.watches[number].found else self._module_writes.find_aliased(chunks)
-        found = list(dict.fromkeys([*written, *aliased]))
-        if found:
-            self._wait_for_parameters(found)
-            if self._disk_tier is not None:
-                self._disk_tier.settle()
-            self._module_writes.follow_(found)
-            self._writes.watches[number].begin()  # its tensors have what all ranks wrote
-
-    def _refuse_both_writes(self, number: int, chunk: Chunk) -> NoReturn:
-        optimizer = self._optimizers[number].optimizer
-        raise RuntimeError(
-            f"{self._module_writes.first_name(chunk)!r} was written in the module, and its master weights in the "
-            f"{type(optimizer).__name__}, since the last step, and only one of the two can count; "
-            "write the module's parameters within par_zero.summon(module)"
-        )
-
-    def _publish_anew(self, number: int) -> None:
-        """Publish an optimizer's tensors that were written outside of its step. Collective, like a step."""
-        if written := self._module_writes.find(self._optimizers[number].chunks):
-            self._refuse_both_writes(number, written[0])
-        self._wait_for_parameters()
-        if self._disk_tier is not None:
-            self._disk_tier.settle()
-        if self._gatherer is not None:
-            self._gatherer.free_hidden()
-        self._publish(number, anew=True)
-
-    def _wait_if_compiled(self, *_: Any) -> None:
-        """Wait for parameters if torch.compile was used since the latest step: compiled code cannot wait."""
-        if has_compiled():
-            self._wait_for_parameters()
-
-    def _wait_for_parameters(self, chunks: Sequence[Chunk] | None = None) -> None:
-        """Wait for the all-gathers of the latest steps, for some chunks or for all."""
-        if self._arrivals is not None:
-            self._arrivals.wait(self._trained if chunks is None else chunks)
 
 
 def _book_of(
@@ -579,14 +311,14 @@ def _other_bytes(units: Sequence[Unit], optimizers: Sequence[Optimizer], room: R
     return max(0, int(torch.accelerator.memory_allocated(device)) - there)
 
 
-def _override_(target: object, **methods: Callable[..., Any]) -> None:
-    """Give one object methods in place of its class's methods.
+def _raise_reduced(tier: DiskTier, *, reduced: bool) -> None:
+    """Raise an error on all ranks after a backward pass in which a disk has failed."""
+    if reduced:
+        tier.errors.raise_together()
 
-    An attribute of an object takes precedence over the methods of its class. The object therefore keeps its class, by
-    which users and torch identify it, and other objects of that class do not change.
-    """
-    for name, method in methods.items():
-        setattr(target, name, method)
+
+def _do_nothing() -> None:
+    """Check nothing: no parameter comes from a disk."""
 
 
 def _refuse_copy(kind: str, _: Any = None) -> NoReturn:
@@ -594,12 +326,4 @@ def _refuse_copy(kind: str, _: Any = None) -> NoReturn:
     raise TypeError(
         f"this {kind} is sharded, and can be neither copied nor pickled; do that before shard(), or with its "
         "state_dict() within summon()"
-    )
-
-
-def _refuse_group(param_group: dict[str, Any]) -> NoReturn:
-    """Raise an error in place of the `add_param_group` of an optimizer whose module is sharded."""
-    raise ValueError(
-        f"a param group with {sorted(param_group)} came after shard(), where nothing would reduce its gradients; give "
-        "the optimizer all parameters before, frozen ones too"
     )

@@ -147,7 +147,7 @@ class Offload:
         """The same options, with "auto" replaced by the last tier that has a budget."""
         last = next((tier for tier in ("disk", "host") if self.budgets.get(tier)), "device")
         resolved: dict[str, Any] = dict.fromkeys(self.auto, last)
-        return replace(self, **resolved)
+        return replace(self, **resolved) if resolved else self
 
     @property
     def piece_bytes(self) -> int:

@@ -6,7 +6,7 @@ backward, and the last writes end in the next forward. With a thread, the whole 
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, cast
@@ -271,10 +271,9 @@ class DiskTier:
             if piece.tensor in state:
                 piece.adopt_(state[piece.tensor])
 
-    def drop_hidden_gradients(self, owners: Iterable[int]) -> None:
+    def drop_hidden_gradients(self, owner: int) -> None:
         """Drop the gradients that stay hidden after an optimizer's own step has failed: the program drops them."""
-        for owner in owners:
-            self._optimizers[owner].hidden = []
+        self._optimizers[owner].hidden = []
 
     @torch.no_grad()
     def prefetch(self) -> None:

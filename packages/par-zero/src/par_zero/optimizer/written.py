@@ -10,20 +10,15 @@ A step rounds master weights to the module's parameters, and would overwrite a p
 therefore first finds the parameters that were written, and copies the written values to the master weights.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
-from par_groups import WatchedParameter, attributes, follow_written_, on_written, watch_weight_
+from par_groups import WatchedParameter, attributes, follow_written_, watch_weight_
 
-from .._collectives import largest_of
-from .._torch_private import call_last_after_step, version_of, without_torch_functions
+from .._torch_private import version_of, without_torch_functions
 from ..layout.chunk import Chunk
-from ..layout.sharers import Sharers
 
 
 class Watch:
@@ -172,105 +167,3 @@ def all_see(chunks: Iterable[Chunk]) -> bool:
             groups.update(part.group for part in layout.slices(*layout.share(rank)))
     every = {group for found in of_ranks.values() for groups in found for group in groups}
     return all(any(all(group in groups for groups in found) for found in of_ranks.values()) for group in every)
-
-
-class Writes:
-    """Detects writes to optimizers' tensors outside of their steps, and publishes them to the parameters of all ranks.
-
-    Args:
-        stepped: Chunks whose slices each optimizer holds.
-        sharers: Data-parallel groups of the chunks.
-        publish: Function of an optimizer's number that copies its tensors to the parameters of all ranks.
-        follow: Function of an optimizer's number that copies writes to the module's parameters to its master weights.
-        ignored: Whether parameters are the optimizers' tensors, so that nothing is published.
-        late: Whether pieces are stepped during the next forward.
-
-    Attributes:
-        watches: Watch of each optimizer's tensors, by number of the optimizer.
-    """
-
-    def __init__(
-        self,
-        stepped: Sequence[Sequence[Chunk]],
-        sharers: Sharers,
-        publish: Callable[[int], None],
-        follow: Callable[[int], None],
-        *,
-        ignored: bool,
-        late: bool,
-    ) -> None:
-        self._stepped, self._sharers, self._publish, self._follow = stepped, sharers, publish, follow
-        self._ignored, self._late = ignored, late
-        self.watches: list[Watch] = []
-        self._optimizers: list[Optimizer] = []
-        self._all_see = [all_see(chunks) for chunks in stepped]
-
-    def watch(self, number: int, optimizer: Optimizer) -> None:
-        """Watch the next optimizer, which holds its slices by now."""
-        self.watches.append(Watch(self._stepped[number], late=self._late))
-        self._optimizers.append(optimizer)
-        if self._ignored:
-            return
-        on_written([each for group in optimizer.param_groups for each in group["params"]], self.forget)
-        call_last_after_step(optimizer, partial(self._after_hooks, number))
-        for name in ("train", "eval"):
-            if callable(switch := getattr(optimizer, name, None)):
-                setattr(optimizer, name, partial(self._switch, number, switch))
-
-    def forget(self, *_: object) -> None:
-        """Ignore all writes so far, because optimizers' tensors and parameters agree on all ranks.
-
-        One of them was set from the other, or both were loaded.
-        """
-        for watch in self.watches:
-            watch.begin()
-
-    def publish(self) -> None:
-        """Publish what any rank has written. Collective."""
-        for number in range(0 if self._ignored else len(self.watches)):
-            if self.was_written(number):
-                self._publish(number)
-
-    def publish_seen(self, *_: object) -> None:
-        """Publish what was written, before a forward, in which ranks only exchange something if all of them see it."""
-        for number, watch in enumerate(self.watches):
-            if not watch.found:
-                continue
-            # A rank without the tensor sees no write and would not join the collective, so the ranks that see it would
-            # hang.
-            if not self._all_see[number]:
-                raise RuntimeError(
-                    f"the tensors of the {type(self._optimizers[number]).__name__} were written after its step, and "
-                    "some ranks have none of them, so these cannot tell; enter par_zero.summon(module) on all ranks "
-                    "after writing, before the next forward"
-                )
-            self._publish(number)
-
-    def _after_hooks(self, number: int, has_more: bool) -> None:
-        """Publish what the hooks of a step, which have run, may have written to the optimizer's tensors."""
-        if not has_more:
-            return
-        if self.was_written(number):
-            self._publish(number)
-        else:  # a wrapper of the step, such as a Lookahead, must read master weights with the hook's writes
-            self._follow(number)
-
-    def _switch(self, number: int, switch: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
-        """Call `train` or `eval` of an optimizer, which may write its tensors. It is the optimizer's method."""
-        self._follow(number)
-        # The master weights have the module's writes by now. Otherwise the switch would write over them.
-        result = switch(*args, **keywords)
-        if self.was_written(number):
-            self._publish(number)
-        return result
-
-    def was_written(self, number: int) -> bool:
-        """Return whether any rank has written an optimizer's tensors since its step.
-
-        If a rank may not see the write, the ranks all-reduce a flag.
-        """
-        found = self.watches[number].found
-        if self._all_see[number]:
-            return found
-        device = self._sharers.device_of_flags(self._stepped[number][0].device)
-        return bool(*largest_of([found], self._sharers.agreeing, device))

@@ -1,9 +1,7 @@
 """The recorder that turns the meter's notes of a step into its program."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
-from ..layout.chunk import Chunk
 from ..layout.meter import Meter
 from ..reduce.reducer import Reducer
 from .ledger import HeldMemory, ProgramEntry, ZeroProgram
@@ -26,12 +24,6 @@ class StepRecord:
         self._model = replace(model, sizes=sizes, inflight=reducer.inflight)
         self._start = self._next = HeldMemory()
         self._has_stepped = False
-
-    def note_stepped(self, chunks: Sequence[Chunk]) -> None:
-        """Record the chunks that an optimizer has updated. Chunks in pieces are recorded piece by piece elsewhere."""
-        for chunk in chunks:
-            if not any(part.in_pieces for part in chunk.slices):
-                self._meter.note("step", chunk.name)
 
     def end_step(self) -> None:
         """Record that an optimizer has stepped."""

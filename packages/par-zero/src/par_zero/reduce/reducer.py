@@ -66,6 +66,7 @@ class Reducer:
         gradients: Gradients of the chunks, by number.
         buffers: Buffers that reductions use one after the other.
         usage: Parameters that have gradients for the optimizer.
+        meter: Meter that records actions and counts bytes.
         order: Order in which reductions begin, and the chunks that are due.
         arriving: Numbers of the chunks whose parameters are in flight after a step, and were not read yet.
     """
@@ -79,7 +80,7 @@ class Reducer:
         *,
         programmed: bool = False,
     ) -> None:
-        self._chunks, self._sharers, self._meter = chunks, sharers, meter or Meter()
+        self._chunks, self._sharers, self.meter = chunks, sharers, meter or Meter()
         self.gradients = [ChunkGradients(chunk) for chunk in chunks]
         self._deferring = 0  # number of open `no_sync` contexts
         self._pass = BackwardPass([set() for _ in chunks])
@@ -98,7 +99,7 @@ class Reducer:
         if inflight is None and not on_cpu and (lends or not single) and len(sharers.each) == 1:
             inflight = 2
         self._reductions = Reductions(inflight)
-        self.buffers = ReductionBuffers(Buffers(self._meter), Buffers(self._meter), inflight or 2)
+        self.buffers = ReductionBuffers(Buffers(self.meter), Buffers(self.meter), inflight or 2)
         self._empty = EmptyReductions()
         self._resets: list[dist.ProcessGroup] | None = None
         for number, chunk in enumerate(chunks):
@@ -373,7 +374,7 @@ class Reducer:
             for number in self.order.numbers:
                 if current.arrived[number] and number not in current.taken:
                     self._take(self._chunks[number])
-        self._meter.note("release")
+        self.meter.note("release")
         if self.buffers.end_pass():
             for gradients in self.gradients:
                 gradients.forget_buffer()
