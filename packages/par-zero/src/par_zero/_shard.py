@@ -12,11 +12,10 @@ from torch.optim import Optimizer
 
 from par_groups import Sharding, backend_of, together
 
+from ._agreed import agreed, agreed_chunks, described
 from ._budget import fit_to_budgets, plan_room
 from ._check import (
     ENGINE,
-    agreed,
-    agreed_chunks,
     check_abstract,
     check_backends,
     check_expert_groups,
@@ -24,7 +23,6 @@ from ._check import (
     check_module,
     check_offload,
     check_optimizers,
-    described,
 )
 from ._collectives import communicators, connect, is_in_use
 from ._engine import Engine
