@@ -135,7 +135,7 @@ class Engine:
             self._reducer.hooks.at_end.append(partial(_raise_reduced, tier))
         if tier.shards.were_given:
             if self._gatherer is not None:
-                self._gatherer.read_ahead()
+                self._gatherer.executor.on_next = Unit.expect
                 # An evaluation has no backward pass, at whose end the ranks would otherwise exchange errors of a disk.
                 self._gatherer.on_evaluated = partial(tier.errors.raise_together, *self._sharers.beside_replicas)
             for unit in units:
@@ -238,7 +238,7 @@ class Engine:
         """See `par_zero.reset`."""
         self._hooks.wait_for_parameters()
         if self._gatherer is not None:
-            self._gatherer.fail()
+            self._gatherer.executor.fail()
         self._reducer.reset()
         for each in self._hooks.optimizers:
             each.splitter.leave()

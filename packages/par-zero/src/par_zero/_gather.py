@@ -28,7 +28,7 @@ from .programs.book import PassKind
 from .programs.entries import BACKWARD, FORWARD, RECOMPUTE, PassEvent
 from .programs.executor import Executor
 from .reduce.reducer import Reducer
-from .watch.outputs import SideOutputs, computed, hook_, tensors_of
+from .watch.outputs import SideOutputs, computed, hook_, output_tensors
 
 
 class Gatherer:
@@ -40,19 +40,23 @@ class Gatherer:
         reducer: Reducer, which reports arrived gradients and the end of a backward pass.
         executor: Executor that gathers and frees the units.
         meter: Meter that records the entries of the step.
+
+    Attributes:
+        executor: Executor that gathers and frees the units.
+        on_evaluated: Function that is called after each pass without gradients.
     """
 
     def __init__(
         self, root: nn.Module, units: Sequence[Unit], reducer: Reducer, executor: Executor, meter: Meter
     ) -> None:
-        self._units, self._reducer, self._executor, self._meter = tuple(units), reducer, executor, meter
+        self._units, self._reducer, self.executor, self._meter = tuple(units), reducer, executor, meter
         self._keepers = 0  # number of open `no_sync` and `summon` contexts, in which units stay gathered
         self._summoners = 0
         self._in_backward = False
         self._graphed = False  # whether the current pass creates a graph, for a gradient of a gradient
         # Units that return the same tensor share its mark. The keys are weak, so that a mark does not keep an output.
         self._marks = WeakTensorKeyDictionary()
-        self.on_evaluated: Callable[[], None] = lambda: None  # called after each pass without gradients
+        self.on_evaluated: Callable[[], None] = lambda: None
         self._inner_hooks: dict[nn.Module, tuple[RemovableHandle, ...]] = {}  # of the modules within units
         drop = partial(skip_frame(_drop_inner_hooks), self._inner_hooks)
         self._opaque: set[Unit] = set()  # units that returned an object in which no tensor was found
@@ -82,10 +86,6 @@ class Gatherer:
             if any(inner in self._inner_hooks for inner in module.modules() if inner is not module):
                 handle = module.register_forward_pre_hook(drop)
                 self._inner_hooks[module] = (*self._inner_hooks.get(module, ()), handle)
-
-    def read_ahead(self) -> None:
-        """Prefetch shards that are stored on a disk before their unit is gathered."""
-        self._executor.on_next = Unit.expect
 
     def check_step(self) -> None:
         """Raise if the caller is within `summon`, because the step makes the summoned parameters out of date."""
@@ -147,19 +147,15 @@ class Gatherer:
             for chunk in unit.chunks:
                 chunk.guard(settle, written)
 
-    def fail(self) -> None:
-        """Gather in the rest of a failed pass what other ranks gather: see `Executor.fail`."""
-        self._executor.fail()
-
     def reset(self) -> None:
         """Free all units, and forget a pass that has failed. Not collective."""
         self.free_all()
-        self._executor.forget()
+        self.executor.forget()
 
     def end_step(self) -> None:
         """Free all units after a step of the optimizer, because the gathered parameters are out of date."""
         self.free_all()
-        self._executor.end_step()
+        self.executor.end_step()
 
     def free_all(self) -> None:
         """Free all units, unless the caller is within `summon`."""
@@ -181,9 +177,9 @@ class Gatherer:
 
     def _leave_placement(self) -> None:
         """Free all units and stop the placement, if called between passes: the caller may write parameters."""
-        if self._executor.stays and self._is_outside and any(not unit.freed for unit in self._units):
+        if self.executor.stays and self._is_outside and any(not unit.freed for unit in self._units):
             self.free_all()
-            self._executor.stop()
+            self.executor.stop()
 
     def _gather(self, unit: Unit) -> None:
         """Gather and show a unit's parameters for a forward. All-gathers over the group if they are freed."""
@@ -204,7 +200,7 @@ class Gatherer:
         """Report an event to the executor, which gathers its unit."""
         without = "forward" if torch.is_grad_enabled() else "evaluation"
         kind = PassKind("backward" if self._in_backward else without, event.keeps)
-        self._executor.meet(event, kind, in_backward=self._in_backward)
+        self.executor.meet(event, kind, in_backward=self._in_backward)
 
     def _refuse_autocast(self) -> None:
         """Raise if autocast would cast parameters in forward.
@@ -259,7 +255,7 @@ class Gatherer:
             if output is None and sys.exception() is not None:
                 self.reset()
                 return
-            self._executor.end_pass(PassEnd.EVALUATION)
+            self.executor.end_pass(PassEnd.EVALUATION)
             self._end_pass()
             self._meter.note("E")
             self.on_evaluated()
@@ -269,17 +265,17 @@ class Gatherer:
 
         Outside of passes the parameters show shards, and their sharding metadata describes shards.
         """
-        if not self._executor.stays:
+        if not self.executor.stays:
             self.free_all()
             return
         for unit in self._units:
             unit.kept = False
             unit.hide()
-        self._executor.settle()
+        self.executor.settle()
 
     def _is_frozen(self, output: Any) -> bool:
         """Return whether neither an output nor any parameter requires gradients."""
-        tensors = list(tensors_of(output))
+        tensors = list(output_tensors(output))
         if not tensors or any(tensor.requires_grad for tensor in tensors):
             return False
         chunks = [chunk for unit in self._units for chunk in unit.chunks]
@@ -293,7 +289,7 @@ class Gatherer:
         if not expects:
             return
         tensors = [*computed(output), *(tensor for unit in units for tensor in unit.side.computed())]
-        if not tensors and next(tensors_of(output), None) is None and sys.exception() is None:
+        if not tensors and next(output_tensors(output), None) is None and sys.exception() is None:
             self._keep_opaque(units, output)
         if tensors:
             # mode="any": backward needs the parameters as soon as the first gradient of an output arrives.
@@ -326,10 +322,10 @@ class Gatherer:
         Units that return the same tensor, such as a block and its last layer, begin together.
         """
         if not self._in_backward:
-            self._executor.begin_backward()
+            self.executor.begin_backward()
         self._in_backward, self._graphed = True, torch.is_grad_enabled()
         self._reducer.start()
-        self._executor.begin_unit_backward(unit, mark, graphed=self._graphed)
+        self.executor.begin_unit_backward(unit, mark, graphed=self._graphed)
         if unit.chunks:
             self._meet(PassEvent(BACKWARD, unit.number, self._keepers > 0))
         unit.show()
@@ -337,19 +333,19 @@ class Gatherer:
     def _end_backward(self, *, reduced: bool) -> None:
         """End a backward pass. If it reduced gradients, the reducer has compared the ranks already."""
         if not (reduced or self._graphed or self._keepers):
-            self._executor.end_pass(PassEnd.UNREDUCED)
+            self.executor.end_pass(PassEnd.UNREDUCED)
         # No hook gathers the units again for a later pass through the new graph, so they stay.
         if self._graphed:
             for unit in self._units:
                 unit.kept |= unit.gathered
-            self._executor.stop()
+            self.executor.stop()
         elif not self._keepers:
             self._end_pass()
         self._forget_backward()
 
     def _forget_backward(self) -> None:
         self._in_backward, self._graphed = False, False
-        self._executor.end_backward()
+        self.executor.end_backward()
 
     def _show_parts(self, *_: Any) -> None:
         """Hide all units before a state dict outside of passes and `summon`, so that it holds shards.

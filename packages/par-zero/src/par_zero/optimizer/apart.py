@@ -364,34 +364,32 @@ class SliceSplitter:
 
     def enter(self) -> None:
         """Replace slices by their parts in the optimizer, until `join_` or `leave`."""
-        if self._spans or isinstance(self._optimizer, torch.optim.SGD):
-            self._enter()
-
-    # Tensors that are made in inference mode have no version counter.
-    @torch.inference_mode(mode=False)
-    @torch.no_grad()
-    def _enter(self) -> None:
-        for group in self._optimizer.param_groups if self._spans else ():
-            held: list[torch.Tensor] = []
-            for tensor in group["params"]:
-                state = self._optimizer.state.get(tensor, {})
-                taken = None if tensor.grad is None else self.take(tensor, tensor.grad, state)
-                if taken is None:
-                    held.append(tensor)
-                    continue
-                self._taken[tensor] = taken
-                for part in taken.parts:
-                    held.append(part.tensor)
-                    if part.state:
-                        self._optimizer.state[part.tensor] = part.state
-            self._lists.append((group, group["params"]))
-            group["params"] = held
-        if self._taken:
-            parts = [part.tensor for taken in self._taken.values() for part in taken.parts]
-            # A hook may read the optimizer's tensors before the step ends, and must then find slices.
-            self._forget = on_settle(parts, self.leave).remove
-        if isinstance(self._optimizer, torch.optim.SGD):
-            self._begin_momentum()
+        # Entering the contexts for nothing would take time, and most steps split nothing.
+        if not self._spans and not isinstance(self._optimizer, torch.optim.SGD):
+            return
+        # Tensors that are made in inference mode have no version counter.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            for group in self._optimizer.param_groups if self._spans else ():
+                held: list[torch.Tensor] = []
+                for tensor in group["params"]:
+                    state = self._optimizer.state.get(tensor, {})
+                    taken = None if tensor.grad is None else self.take(tensor, tensor.grad, state)
+                    if taken is None:
+                        held.append(tensor)
+                        continue
+                    self._taken[tensor] = taken
+                    for part in taken.parts:
+                        held.append(part.tensor)
+                        if part.state:
+                            self._optimizer.state[part.tensor] = part.state
+                self._lists.append((group, group["params"]))
+                group["params"] = held
+            if self._taken:
+                parts = [part.tensor for taken in self._taken.values() for part in taken.parts]
+                # A hook may read the optimizer's tensors before the step ends, and must then find slices.
+                self._forget = on_settle(parts, self.leave).remove
+            if isinstance(self._optimizer, torch.optim.SGD):
+                self._begin_momentum()
 
     def _begin_momentum(self) -> None:
         """Make momentum for tensors that torch's fused SGD steps for the first time, together with older tensors.
@@ -422,43 +420,38 @@ class SliceSplitter:
 
     def join_(self) -> None:
         """Join the slices after the optimizer's step, and put them back into the optimizer."""
-        if self._taken or self._lists:
-            self._join_()
-
-    @torch.inference_mode(mode=False)
-    @torch.no_grad()
-    def _join_(self) -> None:
-        skipped = False
-        if any(taken.has_new for taken in self._taken.values()):
-            found_inf = getattr(self._optimizer, "found_inf", None)  # of torch's GradScaler, for kernels that skip
-            # A kernel that skipped its step still made state. Its parameters were not stepped, so it must not count.
-            skipped = found_inf is not None and bool(found_inf)
-        for tensor, taken in self._taken.items():
-            for part in taken.parts:
-                part.state = self._optimizer.state.get(part.tensor, {})
-            taken.join_(skipped=skipped)
-            if taken.state:
-                self._optimizer.state[tensor] = taken.state
-        self.leave()
+        if not self._taken and not self._lists:
+            return
+        with torch.inference_mode(mode=False), torch.no_grad():
+            skipped = False
+            if any(taken.has_new for taken in self._taken.values()):
+                found_inf = getattr(self._optimizer, "found_inf", None)  # of torch's GradScaler, for kernels that skip
+                # A kernel that skipped its step still made state, which must not count: nothing was stepped.
+                skipped = found_inf is not None and bool(found_inf)
+            for tensor, taken in self._taken.items():
+                for part in taken.parts:
+                    part.state = self._optimizer.state.get(part.tensor, {})
+                taken.join_(skipped=skipped)
+                if taken.state:
+                    self._optimizer.state[tensor] = taken.state
+            self.leave()
 
     def leave(self, *_: object) -> None:
         """Put the slices back into the optimizer, unchanged if it has not stepped."""
         # A step calls this several times, and entering `no_grad` for nothing would take time.
-        if self._taken or self._lists:
-            self._leave()
-
-    @torch.no_grad()
-    def _leave(self) -> None:
-        for taken in self._taken.values():
-            taken.show_gradients()
-            for part in taken.parts:
-                self._optimizer.state.pop(part.tensor, None)
-                part.tensor.grad = None
-        for group, tensors in self._lists:
-            group["params"] = tensors
-        self._forget()
-        self._taken.clear()
-        self._lists.clear()
+        if not self._taken and not self._lists:
+            return
+        with torch.no_grad():
+            for taken in self._taken.values():
+                taken.show_gradients()
+                for part in taken.parts:
+                    self._optimizer.state.pop(part.tensor, None)
+                    part.tensor.grad = None
+            for group, tensors in self._lists:
+                group["params"] = tensors
+            self._forget()
+            self._taken.clear()
+            self._lists.clear()
 
 
 def _spans(chunk: Chunk, part: Slice) -> list[ParameterSpan]:

@@ -46,10 +46,10 @@ def computed(output: Any) -> list[torch.Tensor]:
         output: Output of a module.
     """
     # Hooks on a leaf, such as a parameter that a module returns, would remain after the pass.
-    return [tensor for tensor in tensors_of(output) if tensor.requires_grad and not tensor.is_leaf]
+    return [tensor for tensor in output_tensors(output) if tensor.requires_grad and not tensor.is_leaf]
 
 
-def tensors_of(output: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
+def output_tensors(output: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
     """Yield the tensors in a module's output: in collections, in types of torch's pytree and in attributes of objects.
 
     Args:
@@ -64,7 +64,7 @@ def tensors_of(output: Any, seen: set[int] | None = None) -> Iterator[torch.Tens
         return
     seen.add(id(output))
     for part in _parts_of(output):
-        yield from tensors_of(part, seen)
+        yield from output_tensors(part, seen)
 
 
 class SideOutputs:
