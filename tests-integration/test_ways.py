@@ -15,10 +15,11 @@ MOST = {
     "save": (12, 49),
     # One declares the attributes that packages set on tensors, one removes the names of wrappers, one is for moves too.
     "load": (11, 51),
-    # Six of them reduce: the reducer, a pass, its order, its gradients and their use; one records the program.
-    "zero-step": (23, 23),
+    # Six of them reduce: the reducer, a pass, its order, its gradients and their use; one records the program, and one
+    # has what happens around a step of an optimizer.
+    "zero-step": (24, 24),
     "pipeline-step": (17, 17),
-    "strategy-step": (50, 50),  # two of them pass the loss factor to routers; one seeds the next step
+    "strategy-step": (51, 51),  # two of them pass the loss factor to routers; one seeds the next step
 }
 
 

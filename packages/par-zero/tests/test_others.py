@@ -431,6 +431,11 @@ REFUSED = {
         ValueError,
         r"expert_groups\[0\]\.parameters: the module does not have one",
     ),
+    "index of another rank": (
+        {"expert_groups": lambda: [DataParallelGroup(holding(2), index_of=lambda _: 7)]},
+        ValueError,
+        r"expert_groups\[0\]\.index_of\(\d\)=7: this rank is number 0 of its group",
+    ),
     "one rank has none": (
         {"expert_groups": lambda: [DataParallelGroup(holding(2))] if dist.get_rank() else []},
         ValueError,

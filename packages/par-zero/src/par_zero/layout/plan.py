@@ -1,6 +1,7 @@
 """What is known of parameters and of a chunk before the chunk has memory."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -59,22 +60,22 @@ class ChunkPlan:
     most: int
     most_kept: int
 
-    @property
+    @cached_property
     def name(self) -> str:
         """Name of its first parameter, which programs use as the name of the chunk."""
         return self.members[0].names[0]
 
-    @property
+    @cached_property
     def place(self) -> UnitPlace:
         """FSDP unit of all parameters, and the called modules that have them."""
         return self.members[0].place
 
-    @property
+    @cached_property
     def share(self) -> int:
         """Index of the data-parallel group of all parameters."""
         return self.members[0].share
 
-    @property
+    @cached_property
     def owner(self) -> int:
         """Number of the optimizer that has all parameters; -1 if no optimizer has them."""
         return self.members[0].owner
@@ -84,33 +85,33 @@ class ChunkPlan:
         """Whether the parameters get gradients."""
         return self.owner >= 0 or self.members[0].parameter.requires_grad
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """Dtype in which the optimizer steps the parameters."""
         return self.members[0].parameter.dtype
 
-    @property
+    @cached_property
     def kept(self) -> bool:
         """Whether the module computes with the parameters in their own dtype, regardless of `param_dtype`."""
         return self.members[0].kept
 
-    @property
+    @cached_property
     def assembled(self) -> bool:
         """Whether the optimizer steps assembled tensors in place of slices: see `par_zero.optimizer.assembly`."""
         return self.members[0].assembled
 
-    @property
+    @cached_property
     def arriving(self) -> int:
         """Bytes of the gradients of the parameters as autograd makes them."""
         return sum(member.shape.numel() for member in self.members) * self.dtype_in_use.itemsize
 
-    @property
+    @cached_property
     def dtype_in_use(self) -> torch.dtype:
         """Dtype in which the module uses the parameters. Complex parameters keep their own dtype."""
         wanted = self.precision.param_dtype
         return wanted if wanted is not None and self.dtype.is_floating_point and not self.kept else self.dtype
 
-    @property
+    @cached_property
     def reduce_dtype(self) -> torch.dtype:
         """Dtype in which gradients are summed. Complex gradients keep their own dtype."""
         wanted = self.precision.reduce_dtype
