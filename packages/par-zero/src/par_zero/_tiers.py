@@ -160,16 +160,7 @@ class Offload:
     @property
     def budgets(self) -> dict[str, int]:
         """Bytes that one rank may use, for each tier with a budget."""
-        if self.budget is None:
-            return {}
-        given = self.budget if isinstance(self.budget, Mapping) else {"device": self.budget}
-        for tier in given:
-            if tier not in TIERS:
-                raise ValueError(f"budget has {tier!r}; it can have {', '.join(TIERS)}")
-        return {
-            tier: parse_size(size, name="budget" if size is self.budget else f"budget[{tier!r}]", example="80GB")
-            for tier, size in given.items()
-        }
+        return {} if self.budget is None else bytes_by_tier(self.budget)
 
     @property
     def folder(self) -> str:
@@ -213,6 +204,24 @@ def _fractions_of(name: str, given: object) -> dict[str, float]:
             "rest, or give parts whose sum is 1"
         )
     return {"device": max(0.0, 1 - offloaded["host"] - offloaded["disk"]), **offloaded}
+
+
+def bytes_by_tier(budget: Budget) -> dict[str, int]:
+    """Return the bytes of a budget by tier, from the fastest tier to the largest.
+
+    Args:
+        budget: Bytes of the device, or bytes by tier.
+
+    Raises:
+        TypeError: The budget has another type.
+        ValueError: A tier is unknown, or a text is not a size.
+    """
+    given = budget if isinstance(budget, Mapping) else {"device": budget}
+    for tier in given:
+        if tier not in TIERS:
+            raise ValueError(f"budget has {tier!r}; it can have {', '.join(TIERS)}")
+    names = {tier: f"budget[{tier!r}]" if given is budget else "budget" for tier in given}
+    return {tier: parse_size(given[tier], name=names[tier], example="80GB") for tier in TIERS if tier in given}
 
 
 def least_in_words(tier: str, given: int, parts: Mapping[str, int]) -> str:

@@ -165,7 +165,7 @@ def test_an_empty_trace_moves_nothing():
             "forward of 'h.0'.; give more, or make units smaller",
         ),
         ({"host": 10}, ValueError, r"budget is \{'host': 10\}, without the device; give its bytes"),
-        ({"device": 10, "tape": 10}, ValueError, "budget has the tier 'tape'; it can have device, host, disk"),
+        ({"device": 10, "tape": 10}, ValueError, "budget has 'tape'; it can have device, host, disk"),
         ("80 apples", ValueError, "budget='80 apples': a size is a number and one of B, KB"),
         (None, TypeError, "budget=None: a size is bytes or a text; pass a number such as 5_000_000, or '80GB'"),
         ({"device": 20, "host": 100}, ValueError, "the budget has 100 B of the host, and all units have 320 B"),

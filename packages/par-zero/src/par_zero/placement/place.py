@@ -1,16 +1,11 @@
 """The function `place`, which returns a placement within a budget, and checks it before any code follows it."""
 
-from collections.abc import Mapping
+from par_groups import format_bytes
 
-from par_groups import format_bytes, parse_size
-
-from .._tiers import TIERS
+from .._tiers import Budget, bytes_by_tier
 from .ledger import Placement, Sizes, simulate
 from .moments import Trace
 from .policies import POLICIES
-
-Budget = int | str | Mapping[str, int | str]
-"""Bytes of the device, as a number or a text such as "80GB"; or a mapping of tiers to bytes."""
 
 
 def place(trace: Trace, sizes: Sizes, budget: Budget, policy: str = "next_use") -> Placement:
@@ -30,7 +25,9 @@ def place(trace: Trace, sizes: Sizes, budget: Budget, policy: str = "next_use") 
         ValueError: The budget is too small or has an unknown tier, a unit has no size, the policy is not registered, or
             its placement lacks a unit that a moment needs or exceeds the budget.
     """
-    tiers = budget_of(budget)
+    tiers = bytes_by_tier(budget)
+    if "device" not in tiers:
+        raise ValueError(f"budget is {budget!r}, without the device; give its bytes, such as {{'device': '80GB'}}")
     for moment in trace.moments:
         for unit in moment.needs:
             if unit not in sizes:
@@ -55,25 +52,6 @@ def place(trace: Trace, sizes: Sizes, budget: Budget, policy: str = "next_use") 
                 f"{format_bytes(bytes_)}; have it keep less"
             )
     return placement
-
-
-def budget_of(budget: Budget) -> dict[str, int]:
-    """Return the bytes by tier, from the fastest tier to the largest tier.
-
-    Args:
-        budget: Bytes of the device, or bytes by tier.
-
-    Raises:
-        TypeError: The budget has another type.
-        ValueError: A tier is unknown, the device is missing, or a text is not a size.
-    """
-    given = budget if isinstance(budget, Mapping) else {"device": budget}
-    for tier in given:
-        if tier not in TIERS:
-            raise ValueError(f"budget has the tier {tier!r}; it can have {', '.join(TIERS)}")
-    if "device" not in given:
-        raise ValueError(f"budget is {budget!r}, without the device; give its bytes, such as {{'device': '80GB'}}")
-    return {tier: parse_size(given[tier], name="budget", example="80GB") for tier in TIERS if tier in given}
 
 
 def check_least(trace: Trace, sizes: Sizes, device: int, resident: int = 0) -> None:
