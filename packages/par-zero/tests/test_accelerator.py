@@ -1,5 +1,7 @@
 """Steps on a strict accelerator, which raises on races and counts where the host waits for the device."""
 
+import gc
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -34,3 +36,18 @@ def test_step_on_an_accelerator_gathers_late_and_waits_nowhere(stage):
 
     for found, expected in zip(trained_on("strict"), trained_on("cpu"), strict=True):
         assert torch.equal(found, expected)
+
+
+@for_each(stage=[1, 2])
+@pytest.mark.accelerator(races="error")
+@pytest.mark.ranks(2, backend="strict")
+def test_module_dropped_with_gathers_in_flight_frees_memory_later(stage):
+    def in_flight():
+        module, optimizer = sharded(mlp().to("strict"), stage)
+        loss_of(module, batch(0, width=8).to("strict")).backward()
+        optimizer.step()
+        assert any(type(parameter) is not nn.Parameter for parameter in module.parameters())
+
+    for _ in range(3):  # each module takes memory of the one before, which is a race if somebody still writes it
+        in_flight()
+        gc.collect()

@@ -5,7 +5,9 @@ On strict ranks memory that is not waited for is NaN, so a reader that does not 
 
 import copy
 import functools
+import gc
 import io
+import weakref
 
 import pytest
 import torch
@@ -95,6 +97,27 @@ def test_who_holds_parameters_from_before_reads_them_right(stage):
     *_, expected = stepped(stage)
     norms = torch._foreach_norm(held)
     torch.testing.assert_close(torch.stack(norms), torch.stack([each.norm() for each in expected.values()]))
+
+
+@for_each(stage=LATE)
+@pytest.mark.ranks(2, backend="strict")
+def test_module_dropped_with_gathers_in_flight_is_freed(stage):
+    module, optimizer = after_a_step(stage)
+    assert on_their_way(module)
+    alive = weakref.ref(module)
+    del module, optimizer
+    gc.collect()
+    assert alive() is None
+
+
+@for_each(stage=LATE)
+@pytest.mark.ranks(2, backend="strict")
+def test_parameters_that_outlive_their_module_arrive(stage):
+    module, optimizer = after_a_step(stage)
+    held = dict(module.named_parameters())
+    del module, optimizer
+    gc.collect()
+    assert_same({name: each.detach() for name, each in held.items()}, at_stage_0())
 
 
 @for_each(stage=LATE)

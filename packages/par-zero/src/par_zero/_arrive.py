@@ -19,6 +19,7 @@ computation. Captured graphs and extensions are detected when the gradient of an
 optimizer uses it.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -112,6 +113,15 @@ class Arrival:
         self._in_flight = [(tensor, type(tensor)) for tensor in tensors]
         for tensor, kind in self._in_flight:
             tensor.__class__ = self._class_of[kind]
+
+    def __del__(self) -> None:
+        """Wait for the all-gather if the module is dropped before anybody reads its parameters."""
+        # Other tensors could take the memory of the chunk at once, and the all-gather would still write to it. Only the
+        # stream waits. On a CPU nothing waits: the host could wait forever for a rank that has failed, and gloo keeps
+        # the memory that it writes.
+        if self._handle is not None and self._stream is not None and not sys.is_finalizing():
+            with self._stream:
+                self._handle.abandon()
 
     def wait(self) -> None:
         """Wait for the all-gather on the stream of the step, and let the current stream wait for that stream."""

@@ -119,6 +119,11 @@ class Handle:
         if finish is not None:
             finish()
 
+    def abandon(self) -> None:
+        """Wait for what has begun, and drop the result: the memory that it writes is about to be freed."""
+        self._finish = None
+        self.wait()
+
 
 class Flags:
     """Flags of which each rank can read the largest of any rank. One all-reduce of int32 numbers per group.
