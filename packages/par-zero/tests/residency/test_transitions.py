@@ -44,6 +44,7 @@ class Chunk:
     def __init__(self):
         self.layout, self.share = SimpleNamespace(size=32), (0, 32)
         self.own = torch.arange(32.0)
+        self.device, self.is_on_host = self.own.device, False
         self.groups, self.meter = SimpleNamespace(gathers=dist.group.WORLD), Meter()
         self.flat, self.shows_whole = torch.empty(32), False
         self.resize_(0)
