@@ -19,7 +19,7 @@ from .sharding.sharding import Box, Sharding, cut, part_of, set_sharding, whole
 from .topology.axes import averaged_axes, data_axes, replica_axes, splits_sequence
 from .topology.channels import Channels
 from .topology.experts import EXPERTS
-from .topology.lanes import Lanes, tree
+from .topology.lanes import LaneCounts, tree
 from .topology.modes import Split, register_mode
 from .topology.topology import Axes, Topology
 
@@ -96,7 +96,7 @@ __all__ = [
     "HostCopies",
     "HostCopy",
     "JointOptimizer",
-    "Lanes",
+    "LaneCounts",
     "Launch",
     "Operation",
     "ProcessGroups",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from par_groups import Lanes, Topology, tree
+from par_groups import LaneCounts, Topology, tree
 
 
 class Term(str):
@@ -32,22 +32,22 @@ def test_tree_over_ranks_adds_as_on_one_rank(lanes, ranks):
 
 @pytest.mark.parametrize(("tensor", "size"), [(8, 4), (12, 3), (6, 1), (1, 1)])
 def test_lanes_that_ranks_divide_pass(tensor, size):
-    Lanes(data=4, tensor=tensor).check(Topology.from_config({"tensor": {"size": size, "mode": "1d"}}, 2 * size))
+    LaneCounts(data=4, tensor=tensor).check(Topology.from_config({"tensor": {"size": size, "mode": "1d"}}, 2 * size))
 
 
 @pytest.mark.parametrize(("tensor", "size"), [(1, 2), (6, 4), (6, 2), (12, 2)])
 def test_lanes_without_one_subtree_a_rank_raise(tensor, size):
     topology = Topology.from_config({"tensor": {"size": size, "mode": "1d"}}, size)
     with pytest.raises(ValueError, match=f"tensor={tensor} must be a power of two times the {size} tensor ranks"):
-        Lanes(data=4, tensor=tensor).check(topology)
+        LaneCounts(data=4, tensor=tensor).check(topology)
 
 
 def test_data_lanes_that_do_not_divide_raise():
     with pytest.raises(ValueError, match="lanes=4: they do not divide among 3 data ranks; pass a multiple of 3"):
-        Lanes(data=4).check(Topology.from_config({}, 3))
+        LaneCounts(data=4).check(Topology.from_config({}, 3))
 
 
 @pytest.mark.parametrize("number", [0, -1, 2.0, True])
 def test_lanes_that_are_no_count_raise(number):
     with pytest.raises(ValueError, match=f"sequence={number!r} must be a positive integer"):
-        Lanes(data=1, sequence=number)
+        LaneCounts(data=1, sequence=number)

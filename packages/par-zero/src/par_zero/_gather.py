@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ._torch_private import compiles_frames, is_compiled, is_in_torch_func, skip_frame, without_torch_functions
-from ._unit import State, Unit
+from ._unit import Unit, UnitState
 from .layout.meter import Meter
 from .programs.agreement import PassEnd
 from .programs.book import PassKind
@@ -115,7 +115,7 @@ class Gatherer:
             self._leave_placement()
         # Within another `summon` both lists are empty, so the inner exit neither frees nor hides a unit.
         freed = [unit for unit in self._units if not unit.gathered]
-        hidden = [unit for unit in self._units if unit.state is State.HIDDEN]
+        hidden = [unit for unit in self._units if unit.state is UnitState.HIDDEN]
         for unit in (*freed, *hidden):
             unit.gather()
         self._summoners += 1
@@ -167,7 +167,7 @@ class Gatherer:
         """Free hidden units after a caller has written the shards, because the gathered values are out of date."""
         self._leave_placement()
         for unit in self._units:
-            if unit.state is not State.SHOWN:
+            if unit.state is not UnitState.SHOWN:
                 unit.free()
 
     @property
@@ -183,7 +183,7 @@ class Gatherer:
 
     def _gather(self, unit: Unit) -> None:
         """Gather and show a unit's parameters for a forward. All-gathers over the group if they are freed."""
-        if unit.state is not State.SHOWN and not unit.gathered and is_in_torch_func():
+        if unit.state is not UnitState.SHOWN and not unit.gathered and is_in_torch_func():
             raise RuntimeError(
                 f"{unit.name} is called within a transform of torch.func, such as jvp, grad or vmap, where stage 3 "
                 "cannot gather its parameters; pass stage=2 to shard(), or enter par_zero.summon(module) around the "
@@ -222,7 +222,7 @@ class Gatherer:
     def _enter(self, unit: Unit, *_: Any) -> None:
         """Record that a module of a unit begins, and gather the unit if no outer call has done so."""
         unit.running += 1
-        if unit.running == 1 or unit.state is not State.SHOWN:
+        if unit.running == 1 or unit.state is not UnitState.SHOWN:
             self._gather(unit)
 
     def _leave(self, unit: Unit, _: nn.Module, __: Any, output: Any) -> None:
@@ -234,7 +234,7 @@ class Gatherer:
         """Record that an inner module of units begins, and gather the units if a caller has called it directly."""
         for unit in units:
             # The usual case, a call from within the unit, must cost little. Autocast may begin inside a unit's forward.
-            if unit.running and unit.state is State.SHOWN:
+            if unit.running and unit.state is UnitState.SHOWN:
                 if torch.is_grad_enabled():
                     self._refuse_autocast()
             else:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .offload.shards import DiskShards
 
 
-class State(Enum):
+class UnitState(Enum):
     """The state of a unit's parameters, and of the memory for the full parameters."""
 
     FREED = auto()
@@ -74,7 +74,7 @@ class Unit:
     ) -> None:
         self.number, self.name, self.modules, self.chunks = number, name, tuple(modules), tuple(chunks)
         self.label = name.replace("'", "")
-        self.state = State.FREED  # the caller has packed the parameters into chunks
+        self.state = UnitState.FREED  # the caller has packed the parameters into chunks
         self.kept = False
         self.running = 0
         self.outer = frozenset(outer)
@@ -97,14 +97,14 @@ class Unit:
     @property
     def gathered(self) -> bool:
         """Whether the full parameters are in memory."""
-        return self.state in (State.SHOWN, State.HIDDEN)
+        return self.state in (UnitState.SHOWN, UnitState.HIDDEN)
 
     @property
     def freed(self) -> bool:
         """Whether the full parameters are neither in memory nor arriving."""
-        return self.state is State.FREED
+        return self.state is UnitState.FREED
 
-    def _check(self, what: str, *states: State) -> None:
+    def _check(self, what: str, *states: UnitState) -> None:
         """Raise if the unit is in none of some states, because the caller would read or free unallocated memory."""
         if self.chunks and self.state not in states:
             raise RuntimeError(f"{self.name} is {self.state.name} and cannot be {what}; a bug of par-zero")
@@ -121,9 +121,9 @@ class Unit:
 
     def begin_gathering(self) -> None:
         """Allocate memory for the full parameters of a freed unit, and begin the all-gathers that fill it."""
-        self._check("gathered", State.FREED)
+        self._check("gathered", UnitState.FREED)
         self.await_step()
-        self.state = State.ARRIVING
+        self.state = UnitState.ARRIVING
         self.note("gather")
         for chunk in self.chunks:
             chunk.resize_(chunk.layout.size)
@@ -168,8 +168,8 @@ class Unit:
         """Wait until the all-gathers in flight have filled the memory."""
         self._wait_for(self._handles)
         self._handles.clear()
-        if self.state is State.ARRIVING:
-            self.state = State.HIDDEN
+        if self.state is UnitState.ARRIVING:
+            self.state = UnitState.HIDDEN
 
     def _wait_for(self, handles: Sequence[Handle]) -> None:
         for handle in handles:
@@ -180,25 +180,25 @@ class Unit:
 
     def gather(self) -> None:
         """Show the full parameters, from any state. All-gathers over the group if the unit is freed."""
-        if self.state is State.FREED:
+        if self.state is UnitState.FREED:
             self.begin_gathering()
         self.wait()
         self.show()
 
     def show(self) -> None:
         """Let the parameters of a gathered unit show their full values."""
-        if self.state is State.SHOWN:
+        if self.state is UnitState.SHOWN:
             return
-        self._check("shown", State.HIDDEN)
-        self.state = State.SHOWN
+        self._check("shown", UnitState.HIDDEN)
+        self.state = UnitState.SHOWN
         for chunk in self.chunks:
             chunk.show_whole()
 
     def hide(self) -> None:
         """Let the parameters show this rank's shard, while the full parameters stay in memory."""
-        if self.state is not State.SHOWN:
+        if self.state is not UnitState.SHOWN:
             return
-        self.state = State.HIDDEN
+        self.state = UnitState.HIDDEN
         for chunk in self.chunks:
             chunk.show_share()
 
@@ -207,15 +207,15 @@ class Unit:
         # An all-gather in flight would write into freed memory.
         self.wait()
         self.hide()
-        if self.state is not State.FREED:
+        if self.state is not UnitState.FREED:
             self.note("free")
-        self.state, self.kept = State.FREED, False
+        self.state, self.kept = UnitState.FREED, False
         for chunk in self.chunks:
             chunk.resize_(0)
 
     def write_back(self) -> None:
         """Copy this rank's slice of the full parameters into its shard, so that writes of the caller are kept."""
-        self._check("written back", State.HIDDEN, State.SHOWN)
+        self._check("written back", UnitState.HIDDEN, UnitState.SHOWN)
         for chunk in self.chunks:
             low, high = chunk.share
             part = chunk.flat[low:high]

@@ -10,12 +10,12 @@ from torch import nn
 from par_groups import part_of
 from par_testing import for_each
 from par_zero import no_sync, reset, residency, summon
-from par_zero._unit import State, Unit
+from par_zero._unit import Unit, UnitState
 from par_zero.layout.meter import Meter
 
 from ..helpers import assert_near, assert_same, batch, copies, joint, loss_of, mlp, sgd, sharded, whole
 
-FREED, ARRIVING, HIDDEN, SHOWN = State
+FREED, ARRIVING, HIDDEN, SHOWN = UnitState
 
 REFUSED = "a bug of par-zero"
 ACTIONS = {
@@ -59,7 +59,7 @@ class Chunk:
         self.shows_whole = False
 
 
-@for_each(action=ACTIONS, before=list(State))
+@for_each(action=ACTIONS, before=list(UnitState))
 @pytest.mark.ranks(1)
 def test_every_action_in_every_state(action, before):
     chunk = Chunk()
@@ -67,7 +67,7 @@ def test_every_action_in_every_state(action, before):
     for step in WAYS[before]:
         getattr(unit, step)()
     assert unit.state is before
-    after = ACTIONS[action][list(State).index(before)]
+    after = ACTIONS[action][list(UnitState).index(before)]
     if after is REFUSED:
         with pytest.raises(RuntimeError, match=rf"'blocks\.0' is {before.name} and cannot be .*; a bug of par-zero"):
             getattr(unit, action)()

@@ -9,7 +9,7 @@ from .topology import Topology
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lanes:
+class LaneCounts:
     """Numbers of parts of each kind of sum in a training step.
 
     Ranks divide the parts, never the arithmetic inside a part. Each part is thus computed in the same shapes on every
