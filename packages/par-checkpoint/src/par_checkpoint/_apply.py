@@ -190,7 +190,7 @@ def apply_(into: Into, source: Source, ranks: Ranks) -> StateReport:
     (of_model, of_optimizer, buffers, mine), users = ranks.tell(match, len(stored))
     announced = [of_rank for _, of_rank in ranks.distinct(mine)]
     check_layout([of_rank.layout for of_rank in announced])
-    report = _report(outline, dict(zip(stored, users, strict=True)), announced)
+    report = _report(outline, dict(zip(stored, users, strict=True)), announced, ranks.rank)
     unmade = {name: text for of_rank in announced for name, text in of_rank.unmade.items()}
     if into.strict:
         _check_strict(source, report, unmade.values())
@@ -295,20 +295,22 @@ def _match(source: Source, into: Into, loading: ModuleLoading) -> tuple[Targets,
     return of_model, of_optimizer
 
 
-def _report(outline: Outline, users: Mapping[str, int], announced: Sequence[_Announced]) -> StateReport:
-    """Return the missing and unexpected names of all ranks.
+def _report(outline: Outline, users: Mapping[str, int], announced: Sequence[_Announced], rank: int) -> StateReport:
+    """Return the missing and unexpected names of all ranks, and the `extra` of one rank.
 
     Args:
         outline: Content of the checkpoint.
         users: Number of ranks that use each part of the checkpoint, by key.
         announced: Announcements of all ranks, equal ones once.
+        rank: The rank.
     """
+    of_ranks = outline.extra_of_ranks()
     return StateReport(
         missing=tuple(dict.fromkeys(name for of_rank in announced for name in of_rank.missing)),
         unexpected=tuple(name_of(key) for key, count in users.items() if count == 0),
         mismatched=tuple(dict.fromkeys(text for of_rank in announced for text in of_rank.mismatched)),
-        extra=outline.part("extra"),
-        extra_of_ranks=outline.extra_of_ranks(),
+        extra=outline.part("extra") if of_ranks is None else of_ranks[rank % len(of_ranks)],
+        extra_of_ranks=of_ranks,
         recomputed=tuple(dict.fromkeys(name for of_rank in announced for name in of_rank.buffers)),
     )
 

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
@@ -149,15 +149,13 @@ def load(
         else:
             report, folder = _load_nearest(plan, folders, session)
         of_ranks = report.extra_of_ranks
-        if of_ranks is not None:
-            if len(of_ranks) != ranks.size:
-                warnings.warn(
-                    f"extra differed between the {len(of_ranks)} ranks that saved {folder.url!r}, and {ranks.size} "
-                    f"load it: report.extra is that of rank {ranks.rank % len(of_ranks)} here, report.extra_of_ranks "
-                    "has all",
-                    stacklevel=3,
-                )
-            report = replace(report, extra=of_ranks[ranks.rank % len(of_ranks)])
+        if of_ranks is not None and len(of_ranks) != ranks.size:
+            warnings.warn(
+                f"extra differed between the {len(of_ranks)} ranks that saved {folder.url!r}, and {ranks.size} "
+                f"load it: report.extra is that of rank {ranks.rank % len(of_ranks)} here, report.extra_of_ranks has "
+                "all",
+                stacklevel=3,
+            )
         return report
 
 

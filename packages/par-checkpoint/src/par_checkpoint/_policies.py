@@ -223,9 +223,14 @@ def timeout_of(transfer: object) -> float:
     return transfer.timeout if isinstance(transfer, Transfer) else TIMEOUT
 
 
+def is_timeout(timeout: object) -> bool:
+    """Return whether a timeout is a positive number of seconds."""
+    return isinstance(timeout, int | float) and math.isfinite(timeout) and timeout > 0
+
+
 def check_timeout(timeout: object) -> None:
     """Raise ValueError unless a timeout is a positive number of seconds."""
-    if not (isinstance(timeout, int | float) and math.isfinite(timeout) and timeout > 0):
+    if not is_timeout(timeout):
         raise ValueError(f"timeout is {timeout!r} seconds; give a positive number")
 
 

@@ -30,10 +30,7 @@ from .plan.coverage import check_covered
 from .plan.files import File, data_areas, lay_out
 from .plan.plan import BlockPlanner, Prepared
 from .state.beside import files_beside
-from .state.collect import (
-    Content,
-    collect,
-)
+from .state.collect import Content, collect
 from .state.model import Model, check_layout
 from .state.state import State
 from .storage.folder import Folder, Staging, open_folder

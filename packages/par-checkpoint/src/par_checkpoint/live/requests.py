@@ -8,15 +8,17 @@ from par_groups import Claims, bytes_of
 
 from ..transfer.ranks import Ranks
 
+Rows = dict[int, torch.Tensor]
+
 _HEAD = 8  # bytes in front of a request, with its length
 
 
-def exchange_requests(ranks: Ranks, requests: Mapping[int, bytes]) -> dict[int, dict[int, torch.Tensor]]:
+def exchange_requests(ranks: Ranks, requests: Mapping[int, Rows]) -> dict[int, Rows]:
     """Send a request to each giver; return the rows of the requests that this rank receives, by taker. Collective.
 
     Args:
         ranks: The ranks.
-        requests: Encoded rows by giver.
+        requests: Rows by giver: see `Claims.rows`.
     """
     # One bit for each giver tells it that a request will come. The requests themselves are of no use to others.
     mine = sum(1 << giver for giver in requests).to_bytes(-(-ranks.size // 8))
@@ -25,12 +27,12 @@ def exchange_requests(ranks: Ranks, requests: Mapping[int, bytes]) -> dict[int, 
     # In step s, rank r sends to r + s and receives from r - s, so that no two steps wait for each other in a circle.
     steps = {(giver - ranks.rank) % ranks.size for giver in requests}
     steps |= {(ranks.rank - taker) % ranks.size for taker in takers}
-    found: dict[int, dict[int, torch.Tensor]] = {}
+    found: dict[int, Rows] = {}
     for step in sorted(steps):
         to, source = (ranks.rank + step) % ranks.size, (ranks.rank - step) % ranks.size
         sending = []
         if to in requests:
-            data = requests[to]
+            data = Claims(tensors=(), rows=requests[to]).boxes()
             for message in (len(data).to_bytes(_HEAD), data):
                 sending.append(ranks.send(torch.frombuffer(bytearray(message), dtype=torch.uint8), to))
         if source in takers:

@@ -10,7 +10,7 @@ from par_groups import parse_size
 
 from .._agreement import SameOptions
 from .._apply import Into, StateReport, apply_
-from .._policies import TIMEOUT, check_timeout
+from .._policies import TIMEOUT, check_timeout, is_timeout
 from ..state.collect import Content, collect
 from ..state.quantised import is_float8
 from ..state.state import State
@@ -78,8 +78,7 @@ def reshard(
         CorruptError: Digests differ.
     """
     begin = time.perf_counter()
-    is_time = isinstance(timeout, int | float) and timeout > 0
-    with session_of(group).calling("reshard()", timeout if is_time else TIMEOUT) as session:
+    with session_of(group).calling("reshard()", timeout if is_timeout(timeout) else TIMEOUT) as session:
         ranks = session.ranks
         session.settle("wait")
 
@@ -102,10 +101,8 @@ def reshard(
         sections = [name for name, count in (("model", models), ("optimizer", optimizers)) if count]
         memory = MemorySource.of(session, content, source, target, sections, how)
         report = apply_(Into(state=target, strict=strict, dtype=dtype, device=None), memory, ranks)
-        of_ranks = report.extra_of_ranks
-        extra = report.extra if of_ranks is None else of_ranks[ranks.rank % len(of_ranks)]
         return Moved(
-            **{**vars(report), "extra": extra},
+            **vars(report),
             received=memory.received,
             sent=memory.sent,
             local=memory.local,

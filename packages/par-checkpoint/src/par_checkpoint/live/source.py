@@ -25,15 +25,14 @@ from ..storage.directory import Directory, StoredTensor
 from ..storage.outline import Outline
 from ..transfer.errors import attempt
 from ..transfer.exchange import PieceExchange, claims_of_all, words_of
-from ..transfer.memory import LocalState
+from ..transfer.memory import LocalState, padded, unpacked
 from ..transfer.ranks import Ranks
 from ..transfer.sessions import Session
 from .digest import MODULUS, digest_of_box
 from .requests import exchange_requests
-from .wanted import MemoryPiece, Requests, Wanted, halved, pieces_of
+from .wanted import MemoryPiece, PieceRequests, Wanted, halved, pieces_of
 
 _ALONE = 1 << 18  # bytes of a piece above which a copy costs more than a message
-_ALIGNMENT = 16  # bytes; a piece in a message begins at a multiple of it, so that it can be viewed as its dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +79,7 @@ class MemorySource:
     received: int = 0
     sent: int = 0
     local: int = 0
-    _requests: dict[str, Requests] = field(default_factory=dict)  # by section
+    _requests: dict[str, PieceRequests] = field(default_factory=dict)  # by section
     _given: Counter[int] = field(default_factory=Counter)  # digests of given elements, by tensor
     _taken: Counter[int] = field(default_factory=Counter)
 
@@ -141,7 +140,7 @@ class MemorySource:
             self._check_separate(target for each in targets for target in each.pending)
             for each in targets:
                 wanted = [wanted for wanted, _ in self._wanted(each)]
-                self._requests[_section_of(each)] = Requests(self.tensors, wanted, self.ranks.rank, hosts)
+                self._requests[_section_of(each)] = PieceRequests(self.tensors, wanted, self.ranks.rank, hosts)
 
         self.ranks.agree(plan)
 
@@ -153,8 +152,9 @@ class MemorySource:
         """
         ranks, section = self.ranks, _section_of(targets)
         requests = self._requests.pop(section)
-        incoming = {giver: pieces_of(requests.rows_to(giver), self.tensors, self._order) for giver in requests.givers}
-        asked = exchange_requests(ranks, {giver: requests.to(giver) for giver in incoming})
+        rows_by_giver = {giver: requests.rows_to(giver) for giver in requests.givers}
+        incoming = {giver: pieces_of(rows, self.tensors, self._order) for giver, rows in rows_by_giver.items()}
+        asked = exchange_requests(ranks, rows_by_giver)
         outgoing = {taker: pieces_of(rows, self.tensors, self._order) for taker, rows in asked.items()}
         requests.local.sort(key=lambda piece: piece.tensor)
         exchange = PieceExchange[MemoryPiece](ranks, _packed_size, limit=self.options.budget // 2, alone=_ALONE)
@@ -209,7 +209,7 @@ class MemorySource:
         # A rank that fails here, such as for lack of device memory, still sends and receives all messages. The other
         # ranks would otherwise wait for them until the timeout; so all ranks raise its error after the round.
         def fill(_: int, pieces: Sequence[MemoryPiece], buffer: torch.Tensor) -> torch.Tensor:
-            self.sent += sum(map(_bytes_of, pieces))
+            self.sent += sum(piece.bytes for piece in pieces)
             try:
                 direct = held.place(pieces) if self._is_uncast(pieces[0]) else None
                 for piece, packed in zip(pieces, _packed(pieces, buffer), strict=True):
@@ -222,7 +222,7 @@ class MemorySource:
             return buffer if direct is None else direct
 
         def place(pieces: Sequence[MemoryPiece]) -> torch.Tensor | None:
-            self.received += sum(map(_bytes_of, pieces))
+            self.received += sum(piece.bytes for piece in pieces)
             return local[pieces[0].copy].place(pieces) if self._is_uncast(pieces[0]) else None
 
         def take(pieces: Sequence[MemoryPiece], buffer: torch.Tensor) -> None:
@@ -234,7 +234,7 @@ class MemorySource:
 
         for piece in here:
             copy_elements_(local[piece.copy].view(piece), held.view(piece))
-            self.local += _bytes_of(piece)
+            self.local += piece.bytes
             self._note(self._given, piece, held)
         exchange.run(outgoing, incoming, fill=fill, take=take, place=place)
         if failed:
@@ -398,20 +398,11 @@ def _extent(local: torch.Tensor) -> tuple[int, int]:
     return local.data_ptr(), local.data_ptr() + (last + 1) * local.element_size()
 
 
-def _bytes_of(piece: MemoryPiece) -> int:
-    return torch.Size(piece.size).numel() * piece.dtype.itemsize
-
-
 def _packed(pieces: Sequence[MemoryPiece], buffer: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the pieces as views of a buffer that stores them one after the other."""
-    begin = 0
-    for piece in pieces:
-        size = _bytes_of(piece)
-        yield buffer[begin : begin + size].view(piece.dtype).view(piece.size)
-        begin += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return unpacked(((piece.dtype, piece.size) for piece in pieces), buffer)
 
 
 def _packed_size(pieces: Sequence[MemoryPiece]) -> int:
     """Return the bytes of a message; the last piece is not padded, so that one alone is as long as its memory."""
-    before = sum(-(-_bytes_of(piece) // _ALIGNMENT) * _ALIGNMENT for piece in pieces[:-1])
-    return before + _bytes_of(pieces[-1])
+    return sum(padded(piece.bytes) for piece in pieces[:-1]) + pieces[-1].bytes

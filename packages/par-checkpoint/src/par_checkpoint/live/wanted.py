@@ -4,6 +4,7 @@ This is pure arithmetic. Each rank computes only its own part: it takes what it 
 that holds it. A taker then requests its pieces, so that both ends use one plan.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -12,8 +13,7 @@ import torch
 from par_groups import Boxes, Claims, GlobalTensor, Rectangle, Sharding, intersect_rectangles, subtract_rectangle
 
 from ..plan.claims import name_of
-
-Shape = tuple[int, ...]
+from ..plan.coverage import Shape
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes to which the giver may cast; a request refers to them by position."""
@@ -40,6 +40,11 @@ class MemoryPiece(NamedTuple):
     dtype: torch.dtype
     copy: int
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of the elements on the way."""
+        return math.prod(self.size) * self.dtype.itemsize
+
 
 class Wanted(NamedTuple):
     """A tensor that a rank fills.
@@ -57,7 +62,7 @@ class Wanted(NamedTuple):
     copy: int
 
 
-class Requests:
+class PieceRequests:
     """The pieces that one rank takes: those that it holds itself, and those that it requests.
 
     Args:
@@ -96,13 +101,9 @@ class Requests:
                     self.local.append(MemoryPiece(each.tensor, start, size, dtype, each.copy))
                     continue
                 giver = min(givers, key=self._load.__getitem__)
-                self._load[giver] += torch.Size(size).numel()
+                self._load[giver] += math.prod(size)
                 boxes.append((each.tensor, (giver, code, each.copy, *start), (1, 1, 1, *size)))
         self.rows = Claims.of_boxes(tuple((each.key, each.dtype, each.shape) for each in tensors), boxes).rows
-
-    def to(self, giver: int) -> bytes:
-        """Return the request to one rank."""
-        return Claims(tensors=(), rows=self.rows_to(giver)).boxes()
 
     def rows_to(self, giver: int) -> dict[int, torch.Tensor]:
         """Return the rows of the request to one rank."""
@@ -180,7 +181,7 @@ def _expanded(
 
 def halved(piece: MemoryPiece, limit: int) -> Iterator[MemoryPiece]:
     """Yield a piece in parts of at most `limit` elements, which are halves of halves along the first long dim."""
-    if torch.Size(piece.size).numel() <= max(limit, 1):
+    if math.prod(piece.size) <= max(limit, 1):
         yield piece
         return
     # A cut along the first dim that has several indices leaves both halves contiguous if the piece is contiguous.

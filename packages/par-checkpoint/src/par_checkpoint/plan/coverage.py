@@ -13,7 +13,6 @@ from .claims import name_of
 
 Shape = tuple[int, ...]
 
-
 _CELLS = 1 << 20  # number of grid cells that are checked at once; a finer grid is checked slab by slab
 
 

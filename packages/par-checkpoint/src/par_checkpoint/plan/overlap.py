@@ -15,9 +15,7 @@ import torch
 
 from par_groups import Boxes, GlobalTensor, Rectangle, bytes_of
 
-from .coverage import is_covered, row_major
-
-Shape = tuple[int, ...]
+from .coverage import Shape, is_covered, row_major
 
 _RECENT = 64  # stretches of one cut that are kept: tensors that are cut alike lie in one file
 _FEW = 16  # boxes that are sooner looked at one by one than as tensors

@@ -16,7 +16,7 @@ from ..plan.claims import LocalTensor
 from ..plan.coverage import row_major
 from ..plan.tasks import BlockPiece
 
-_ALIGNMENT = 8  # bytes; a piece in a message buffer begins at a multiple of it, so that it can be viewed as its dtype
+_ALIGNMENT = 16  # bytes; a piece in a message begins at a multiple of it, so that it can be viewed as any dtype
 
 
 class Piece(Protocol):
@@ -206,16 +206,11 @@ class LocalState:
 
     def packed(self, pieces: Sequence[BlockPiece], buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return the pieces as views of a buffer that stores them one after the other."""
-        views, begin = [], 0
-        for piece in pieces:
-            size = self._bytes(piece)
-            views.append(buffer[begin : begin + size].view(self.tensors[piece.tensor].dtype).view(piece.size))
-            begin += -(-size // _ALIGNMENT) * _ALIGNMENT
-        return views
+        return list(unpacked(((self.tensors[piece.tensor].dtype, piece.size) for piece in pieces), buffer))
 
     def packed_size(self, pieces: Sequence[BlockPiece]) -> int:
         """Return the bytes of a buffer that stores pieces one after the other."""
-        return sum(-(-self._bytes(piece) // _ALIGNMENT) * _ALIGNMENT for piece in pieces)
+        return sum(padded(self.tensors[piece.tensor].dtype.itemsize * piece.count) for piece in pieces)
 
     def to_block_(self, pieces: Iterable[BlockPiece], block: torch.Tensor) -> None:
         """Copy pieces from the local tensors into a block."""
@@ -227,9 +222,24 @@ class LocalState:
         for piece in pieces:
             copy_elements_(self.view(piece), self.in_block(piece, block))
 
-    def _bytes(self, piece: BlockPiece) -> int:
-        """Return the bytes of a piece's elements."""
-        return self.tensors[piece.tensor].dtype.itemsize * piece.count
+
+def padded(size: int) -> int:
+    """Return the bytes from the beginning of a piece of some size in a message to the beginning of the next piece."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def unpacked(pieces: Iterable[tuple[torch.dtype, Sequence[int]]], buffer: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the pieces of a message as views of its buffer.
+
+    Args:
+        pieces: Dtype and shape of each piece.
+        buffer: Bytes of the message, which stores the pieces one after the other.
+    """
+    begin = 0
+    for dtype, shape in pieces:
+        size = math.prod(shape) * dtype.itemsize
+        yield buffer[begin : begin + size].view(dtype).view(shape)
+        begin += padded(size)
 
 
 def _is_run(size: Sequence[int], stride: Sequence[int]) -> bool:

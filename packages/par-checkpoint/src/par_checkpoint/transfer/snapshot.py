@@ -83,10 +83,9 @@ class Snapshot:
             if any(version_of(tensor) != version for tensor, version in versions):
                 raise CheckpointError(
                     f"{name_of(self._local.tensors[number].key)!r} was changed while the save copied it in the "
-                    "background, "
-                    "and nothing was committed. Do not change weights and optimizer state before the save's "
-                    "wait_for_copy() returns. The step() of a torch optimizer calls it automatically. Call it before "
-                    "any other change, or save with copy='blocking'"
+                    "background, and nothing was committed. Do not change weights and optimizer state before the "
+                    "save's wait_for_copy() returns. The step() of a torch optimizer calls it automatically. Call it "
+                    "before any other change, or save with copy='blocking'"
                 )
 
     def outgoing(self, tasks: Sequence[Task], buffer: torch.Tensor) -> torch.Tensor:
