@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 
 from par_groups import on_settle, on_written
 
-from ._check import ENGINE, mark_packed
 from ._gather import Gatherer
 from ._stage import ZeroStage
 from ._step_hooks import StepHooks, override_
 from ._unit import Unit
+from .checks.module import ENGINE, mark_packed
 from .layout.chunk import Chunk
 from .layout.meter import Meter
 from .layout.sharers import Sharers

@@ -12,9 +12,17 @@ from torch.optim import Optimizer
 
 from par_groups import Sharding, backend_of, together
 
-from ._agreed import agreed, agreed_chunks, described
 from ._budget import fit_to_budgets, plan_room
-from ._check import (
+from ._collectives import communicators, connect, is_in_use
+from ._engine import Engine
+from ._param_groups import ParamGroup, in_a_row, param_groups
+from ._policies import MixedPrecision, OptimizerUpdate, Overlap, ParameterInit, ShardOptions, Units, policy_of
+from ._stage import STAGES
+from ._tiers import Offload
+from ._torch_private import unsaved_buffers
+from ._unit import make_units
+from .checks.agreed import agreed, agreed_chunks, described
+from .checks.module import (
     ENGINE,
     check_abstract,
     check_backends,
@@ -24,14 +32,6 @@ from ._check import (
     check_offload,
     check_optimizers,
 )
-from ._collectives import communicators, connect, is_in_use
-from ._engine import Engine
-from ._param_groups import ParamGroup, in_a_row, param_groups
-from ._policies import MixedPrecision, OptimizerUpdate, Overlap, ParameterInit, ShardOptions, Units, policy_of
-from ._stage import STAGES
-from ._tiers import Offload
-from ._torch_private import unsaved_buffers
-from ._unit import make_units
 from .layout.alike import broadcast_, make_rest_alike_
 from .layout.build import members_of, pack_chunk_, plan_chunks
 from .layout.chunk import Chunk

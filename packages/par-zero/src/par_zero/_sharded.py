@@ -4,8 +4,8 @@ from contextlib import AbstractContextManager
 
 from torch import nn
 
-from ._check import ENGINE
 from ._engine import Engine
+from .checks.module import ENGINE
 from .offload.tier import DiskUsage
 from .placement.moments import Trace
 from .programs.ledger import ZeroProgram

@@ -24,12 +24,12 @@ from ._torch_private import (
     without_torch_functions,
 )
 from .layout.chunk import Chunk
-from .layout.packed import PackedParameters
 from .layout.sharers import Sharers
 from .offload.plan import OffloadPlan
 from .offload.tier import DiskTier
 from .optimizer.apart import SliceSplitter
 from .optimizer.assembly import Assembly
+from .optimizer.packed import PackedParameters
 from .optimizer.step import rewire_
 from .optimizer.stepped import SteppedOptimizer
 from .optimizer.written import ModuleWrites, Watch, all_see

@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from par_groups import agree, check_alike
 
-from ._policies import ShardOptions
-from .layout.plan import ChunkPlan, Member
-from .layout.sharers import DataParallelGroup
+from .._policies import ShardOptions
+from ..layout.plan import ChunkPlan, Member
+from ..layout.sharers import DataParallelGroup
 
 
 def described(

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from .._torch_private import own_parameters
-from .chunk import Chunk
+from ..layout.chunk import Chunk
 
 
 class PackedParameters:

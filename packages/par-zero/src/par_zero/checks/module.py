@@ -10,17 +10,17 @@ from torch.optim import Optimizer
 
 from par_groups import Collective, backend_of, check_collectives, has_stepped
 
-from ._param_groups import ParamGroup
-from ._policies import ParameterInit, ShardOptions
-from ._stage import STAGES
-from ._tiers import Offload
-from .known.classes import UpdateScope
-from .layout.fill import device_of
-from .layout.sharers import DataParallelGroup
-from .layout.units import tensors_of
-from .offload.disk import check_room
-from .optimizer.check import check_way_of_working
-from .placement.policies import POLICIES
+from .._param_groups import ParamGroup
+from .._policies import ParameterInit, ShardOptions
+from .._stage import STAGES
+from .._tiers import Offload
+from ..known.classes import UpdateScope
+from ..layout.fill import device_of
+from ..layout.sharers import DataParallelGroup
+from ..layout.units import tensors_of
+from ..offload.disk import check_room
+from ..optimizer.check import check_way_of_working
+from ..placement.policies import POLICIES
 
 ENGINE = "par_zero"
 """Name of the attribute of a sharded module that holds its engine."""
