@@ -172,6 +172,23 @@ def test_a_call_on_some_ranks_names_the_absent_rank(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.ranks(3)
+def test_rank_after_one_that_gave_up_names_the_absent_rank(tmp_path):
+    both = dist.new_group([0, 1])
+
+    def call(absent):
+        with pytest.raises(CheckpointError, match=f"waits for all 3 ranks of its group, and {absent} not called it"):
+            save(tmp_path / "x", model={"w": torch.ones(2)}, transfer=Transfer(timeout=0.5))
+
+    if dist.get_rank() == 0:
+        call("ranks 1, 2 have")
+    if dist.get_rank() != 2:
+        dist.barrier(both)  # rank 0 has closed its side by now, so that rank 1 cannot connect with it
+    if dist.get_rank() == 1:
+        call("rank 2 has")
+    dist.barrier()
+
+
 @pytest.mark.ranks(2)
 def test_a_rank_that_comes_late_is_named_and_waited_for(tmp_path, monkeypatch):
     said: list[str] = []

@@ -392,8 +392,8 @@ class Ranks:
         """Begin a transfer, after the two ranks have connected if it is their first one.
 
         Raises:
-            CheckpointError: The ranks have not connected in time. The thread continues to wait, because gloo cannot
-                cancel a connection.
+            CheckpointError: The ranks have not connected in time, or the other rank has given up. The thread continues
+                to wait, because gloo cannot cancel a connection.
         """
         if peer in self._met:
             return PeerTransfer(begin(), self._timeout, self._lost)
@@ -407,7 +407,10 @@ class Ranks:
             connecting.leave()
             raise self._lost(f"timed out: rank {peer} has not come to where rank {self.rank} waits for it")
         connecting.close()  # torch aborts a thread that releases a work while the interpreter ends
-        transfer = PeerTransfer(begun.result(), self._timeout, self._lost)
+        try:
+            transfer = PeerTransfer(begun.result(), self._timeout, self._lost)
+        except RuntimeError as error:  # the peer has given up, and has closed its side
+            raise self._lost(error) from error
         self._met.add(peer)
         return transfer
 
