@@ -1,6 +1,7 @@
 """What the tests share: small models, optimizers, steps on data that differs by rank, and whole parameters."""
 
 import sys
+import weakref
 from collections import Counter
 from contextlib import nullcontext
 
@@ -11,6 +12,7 @@ from torch import nn
 from par_testing import for_each, storm
 from par_zero import no_sync, shard, summon
 from par_zero._engine import Engine
+from par_zero.offload.errors import DiskErrors
 from par_zero.programs.record import StepRecord
 
 STAGES = (0, 1, 2, 3)
@@ -36,13 +38,15 @@ def _check_prediction(record, found, peak):
 
     It is checked until a step is another than the predicted one, a forward and a backward of all units in which all
     gradients come in the order of registration. Memory then depends on what the loop does, as after evaluations,
-    `no_sync`, several forwards, `summon`, failures, and unused or recomputed units, also in later passes, which follow
-    what earlier ones did. Within a budget a policy decides which units stay, and with experts below stage 3 chunks wait
-    until backward has left a section of the model, which no program has.
+    `no_sync`, several forwards, `summon`, and unused or recomputed units, also in later passes, which follow what
+    earlier ones did. What a disk cannot take stays in memory, and a write may fail later on one rank. Within a budget
+    a policy decides which units stay, and with experts below stage 3 chunks wait until backward has left a section of
+    the model, which no program has.
     """
     record.is_predicted &= all(map(all, record._reducer.usage._here))
     # A thread steps what is on the host of an accelerator, so its entries may be recorded in the next step.
     record.is_predicted &= all(p.tensor.device == chunk.own.device for chunk in record.chunks for p in chunk.slices)
+    record.is_predicted &= record.disk_errors not in _FAILED
     record.is_predicted &= any(_events(found) == _events(each) for each in record.predicted)
     if not record.is_predicted:
         return
@@ -69,10 +73,23 @@ def _watch_predicted(engine, parameters, watch=Engine.watch):
     watch(engine, parameters)
     record = engine._program
     record.chunks, record.predicted = engine._chunks, record.predict()
+    record.disk_errors = engine._hooks.disk_tier and engine._hooks.disk_tier.errors
     record.is_predicted = engine._steps is None and engine._sections is None
 
 
 Engine.watch = _watch_predicted
+
+
+_FAILED = weakref.WeakSet()
+"""What has told of a disk that could not be written."""
+
+
+def _note_failure(errors, error, add_unwritten=DiskErrors.add_unwritten):
+    _FAILED.add(errors)
+    add_unwritten(errors, error)
+
+
+DiskErrors.add_unwritten = _note_failure
 
 
 def _end_checked(record, end_step=StepRecord.end_step):
