@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from .sharding.joint import JointOptimizer
     from .sharding.kept_dtype import kept_tensors
     from .sharding.merging import merge_claims
+    from .sharding.on_grid import on_grid
     from .sharding.optimizers import has_stepped, zero_grad_
     from .sharding.ownership import check_owned
     from .sharding.segments import (
@@ -143,6 +144,7 @@ __all__ = [
     "launch",
     "merge_claims",
     "number_on_device",
+    "on_grid",
     "on_settle",
     "on_written",
     "original_name",
@@ -209,6 +211,7 @@ _MODULE_OF = {
         "sharding.joint": ("JointOptimizer",),
         "sharding.kept_dtype": ("kept_tensors",),
         "sharding.merging": ("merge_claims",),
+        "sharding.on_grid": ("on_grid",),
         "sharding.optimizers": ("has_stepped", "zero_grad_"),
         "sharding.ownership": ("check_owned",),
         "sharding.segments": (

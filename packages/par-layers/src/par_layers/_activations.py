@@ -17,11 +17,12 @@ from .layers.debug import Mark, check, common, mark
 from .layers.dropout import numbers_of_rank
 from .layers.embedding import cut_tokens
 from .layers.linear import block_rows
-from .layers.losses import LossOptions, accuracy, cross_entropy, linear_cross_entropy
+from .layers.losses import accuracy, cross_entropy, linear_cross_entropy
 from .layers.places import Places
 from .modes.grid import Axes, Grid
 from .modes.layout import ActivationLayout, part
 from .modes.rules import ModeRules
+from .modes.token_losses import LossOptions
 
 
 class LayerSetOperations:

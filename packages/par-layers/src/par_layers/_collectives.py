@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from par_groups import sendable
+from par_groups import sendable, tree
 
 from ._torch_private import functional_collectives, group_of_name, node_class, number_of_dispatch_modes
 
@@ -116,6 +116,38 @@ def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return started
 
 
+def start_tree_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+    """Start a reduce-scatter along dim 0 that adds the ranks' terms in a fixed binary tree, adjacent ranks first.
+
+    A backend's own reduction adds in an order that depends on the number of ranks and on the size of the tensor. An
+    all-to-all receives the same bytes as a ring's reduce-scatter, and leaves the additions to this rank.
+
+    Returns:
+        A function that waits and returns this rank's part of the sum.
+    """
+    ranks = group.size()
+    sizes = [x.shape[0] // ranks] * ranks
+    exchanged = start_exchange(x, sizes, sizes, group.group_name)
+    return lambda: tree(exchanged().chunk(ranks))
+
+
+def start_tree_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+    """Start an all-reduce that adds as `start_tree_reduce_scatter` does, for the bytes of a ring.
+
+    Returns:
+        A function that waits and returns the sum, of x's shape.
+    """
+    elements = x.numel()
+    flat = torch.nn.functional.pad(x.reshape(-1), (0, -elements % group.size()))
+    scattered = start_tree_reduce_scatter(flat, group)
+
+    def finished() -> Tensor:
+        whole = finish(start_all_gather(scattered(), group))
+        return whole[:elements].view(x.shape)
+
+    return finished
+
+
 def finish(started: Tensor) -> Tensor:
     """Wait for a collective and return its result."""
     finished: Tensor = functional_collectives.wait_tensor.default(started)
@@ -142,6 +174,12 @@ def start_reduce_scatter_on(x: Tensor, group: dist.ProcessGroup, dim: int) -> Te
     return start_reduce_scatter(parts.flatten(0, 1), group)
 
 
+def start_tree_reduce_scatter_on(x: Tensor, group: dist.ProcessGroup, dim: int) -> Callable[[], Tensor]:
+    """Start `start_tree_reduce_scatter` along `dim`; the function that it returns has the result."""
+    parts = x.unflatten(dim, (group.size(), -1)).movedim(dim, 0)  # [group, ..., part, ...]
+    return start_tree_reduce_scatter(parts.flatten(0, 1), group)
+
+
 def all_gather_on(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """All-gather along `dim`, and wait for the result."""
     return finish_all_gather_on(start_all_gather(x, group), group, dim)
@@ -163,7 +201,7 @@ def copy_to(x: Tensor, group: dist.ProcessGroup) -> Tensor:
         group: The tensor-parallel ranks.
     """
     # Each rank computes with its own shard of the weights, so its gradient of the shared input is one term of a sum.
-    return _pair(x, lambda t: t.view_as(t), lambda g: finish(start_all_reduce(g, group)))
+    return pair(x, lambda t: t.view_as(t), lambda g: finish(start_all_reduce(g, group)))
 
 
 def copy_last_to(x: Tensor, group: dist.ProcessGroup, last: int) -> Tensor:
@@ -181,7 +219,7 @@ def copy_last_to(x: Tensor, group: dist.ProcessGroup, last: int) -> Tensor:
         before, partial = g.split([g.shape[-1] - last, last], dim=-1)
         return torch.cat([before, finish(start_all_reduce(partial.contiguous(), group))], dim=-1)
 
-    return _pair(x, lambda t: t.view_as(t), backward)
+    return pair(x, lambda t: t.view_as(t), backward)
 
 
 def reduce_from(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -192,7 +230,7 @@ def reduce_from(x: Tensor, group: dist.ProcessGroup) -> Tensor:
         group: The tensor-parallel ranks.
     """
     # After the sum every rank computes the same, so each already has the full gradient of its own term.
-    return _pair(x, lambda t: finish(start_all_reduce(t, group)), lambda g: g)
+    return pair(x, lambda t: finish(start_all_reduce(t, group)), lambda g: g)
 
 
 def reduce_from_(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -212,7 +250,7 @@ def gather_from(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
         dim: Dim along which the parts are concatenated.
     """
     dim %= x.dim()
-    return _pair(x, lambda t: all_gather_on(t, group, dim), lambda g: _own_part(g, group, dim))
+    return pair(x, lambda t: all_gather_on(t, group, dim), lambda g: _own_part(g, group, dim))
 
 
 def scatter_to(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
@@ -228,7 +266,7 @@ def scatter_to(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """
     dim %= x.dim()
     _check_divides(x, group, dim)
-    return _pair(x, lambda t: _own_part(t, group, dim).clone(), lambda g: all_gather_on(g, group, dim))
+    return pair(x, lambda t: _own_part(t, group, dim).clone(), lambda g: all_gather_on(g, group, dim))
 
 
 def all_gather_to(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
@@ -242,7 +280,7 @@ def all_gather_to(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     dim %= x.dim()
     # Each rank computes with its own shard after the gather, so its gradient is one term of a sum. Backward must add
     # the terms, which `gather_from` does not.
-    return _pair(x, lambda t: all_gather_on(t, group, dim), lambda g: reduce_scatter_on(g, group, dim))
+    return pair(x, lambda t: all_gather_on(t, group, dim), lambda g: reduce_scatter_on(g, group, dim))
 
 
 def reduce_scatter_to(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
@@ -258,7 +296,19 @@ def reduce_scatter_to(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """
     dim %= x.dim()
     _check_divides(x, group, dim)
-    return _pair(x, lambda t: reduce_scatter_on(t, group, dim), lambda g: all_gather_on(g, group, dim))
+    return pair(x, lambda t: reduce_scatter_on(t, group, dim), lambda g: all_gather_on(g, group, dim))
+
+
+def tree_reduce_from(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Apply `reduce_from` with the additions of `start_tree_all_reduce`."""
+    return pair(x, lambda t: start_tree_all_reduce(t, group)(), lambda g: g)
+
+
+def tree_reduce_scatter_to(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """Apply `reduce_scatter_to` with the additions of `start_tree_reduce_scatter`."""
+    dim %= x.dim()
+    _check_divides(x, group, dim)
+    return pair(x, lambda t: start_tree_reduce_scatter_on(t, group, dim)(), lambda g: all_gather_on(g, group, dim))
 
 
 def all_to_all(x: Tensor, group: dist.ProcessGroup, split_dim: int, join_dim: int) -> Tensor:
@@ -275,7 +325,7 @@ def all_to_all(x: Tensor, group: dist.ProcessGroup, split_dim: int, join_dim: in
     """
     split_dim, join_dim = split_dim % x.dim(), join_dim % x.dim()
     _check_divides(x, group, split_dim)
-    return _pair(
+    return pair(
         x,
         lambda t: _all_to_all(t, group, split_dim, join_dim),
         lambda g: _all_to_all(g, group, join_dim, split_dim),
@@ -290,10 +340,17 @@ def exchange(x: Tensor, group: dist.ProcessGroup, partner: int) -> Tensor:
         group: The group of both ranks.
         partner: The other rank, by its index in the group. This rank's own index returns x.
     """
-    return _pair(x, lambda t: swap(t, group, partner), lambda g: swap(g, group, partner))
+    return pair(x, lambda t: swap(t, group, partner), lambda g: swap(g, group, partner))
 
 
-def _pair(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+def pair(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply a function whose gradient is another function, one of which communicates.
+
+    Args:
+        x: Any tensor.
+        forward: Function of the tensor.
+        backward: Function from the gradient of the result to that of the tensor.
+    """
     result: Tensor = _CollectivePair.apply(x, forward, backward)  # type: ignore[no-untyped-call]
     return result
 

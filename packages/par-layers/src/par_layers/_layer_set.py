@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from par_groups import ProcessGroups, Topology
+from par_groups import LaneCounts, ProcessGroups, Topology
 
 from ._activations import LayerSetOperations
 from .experts.balance import LoadBalancing
@@ -21,10 +21,11 @@ from .layers.embedding import (
     ParallelPositionEmbedding,
     ParallelVocabEmbedding,
 )
-from .layers.linear import ParallelLinear, block_rows, check_divides
+from .layers.linear import ParallelLinear, block_rows, check_divides, local_rows
 from .layers.norm import ParallelNorm
 from .layers.parameter import Init, Rows
 from .modes.grid import EXPERTS, Axes, Grid
+from .modes.lanes import HEAD, check_head, check_lanes, rules_in_lanes
 from .modes.layout import ActivationLayout
 from .modes.modes import rules_of
 from .modes.rules import ModeRules
@@ -38,6 +39,7 @@ def layer_set(
     *,
     sequence_parallel: bool | None = None,
     options: Mapping[str, Any] | None = None,
+    lanes: LaneCounts | None = None,
     debug: bool = False,
 ) -> "LayerSet":
     """Make the layer set of a tensor mode.
@@ -49,6 +51,8 @@ def layer_set(
         sequence_parallel: Whether mode "1d" shards the activations between its layers along the sequence. Default: the
             topology's option with "auto", else False.
         options: Further options of a registered mode, by name.
+        lanes: Numbers of lanes, for layers whose bits do not depend on the number of tensor ranks, in mode "1d" or on
+            one device. Default: ordinary layers.
         debug: Whether activations carry their layout, so that a layer raises for an activation in another one. Slow.
 
     Raises:
@@ -77,7 +81,11 @@ def layer_set(
         raise ValueError(f"mode={mode!r}: it needs live groups; use layer_set({mode!r}, groups)")
     # One device has a grid, too: its parameters are replicas of those of other data-parallel ranks.
     grid = Grid(groups)
-    rules = rules_of(mode, grid, given)
+    # More lanes than one on one device, too: it must compute in the same parts as several ranks.
+    if lanes is not None and lanes.tensor > 1:
+        rules = rules_in_lanes(mode, grid, given, lanes)
+    else:
+        rules = rules_of(mode, grid, given)
     if groups is not None:
         unknown = [axis for axis in ("sequence", "expert") if _is_unknown(axis, groups.topology, rules)]
         if "expert" in unknown and EXPERTS not in groups.topology.views:
@@ -134,6 +142,7 @@ class LayerSet(LayerSetOperations):
             init: Init rule of the weight; default: torch.nn.Linear's, uniform in +-1/sqrt(K).
         """
         check_divides(out_features, self.rules.column.rows, self.grid, "out_features")
+        check_lanes(out_features, self.rules.lanes, "out_features")
         rows = [Rows(length=out_features, axes=self.rules.column.rows)]
         column = self._column(rows, in_features, bias, init, then=self.rules.to_residual)
         return self._made(column, self.rules.residual, self.rules.residual)
@@ -160,6 +169,14 @@ class LayerSet(LayerSetOperations):
             init: Init rule of the weight; default: torch.nn.Linear's, uniform in +-1/sqrt(K).
         """
         rows = block_rows(out_features, blocks, unit, self.rules.column.rows, self.grid)
+        check_head(unit if unit > 1 else HEAD, self.rules.lanes)
+        for run in rows:
+            check_lanes(run.length, self.rules.lanes, "a block of out_features")
+            if run.sum_over and self.rules.lanes > 1:
+                raise ValueError(
+                    f"a block of {run.length} features has fewer units of {unit} than tensor ranks, which would add "
+                    "partial gradients of copies; use fewer tensor ranks with numerics='canonical'"
+                )
         column = self._column(rows, in_features, bias, init)
         return self._made(column, self.rules.residual, self.rules.inner)
 
@@ -176,6 +193,7 @@ class LayerSet(LayerSetOperations):
         """
         rules = self.rules
         check_divides(out_features, rules.row.rows, self.grid, "out_features")
+        check_lanes(in_features, rules.lanes, "in_features")
         row = ParallelLinear(
             [Rows(length=out_features, axes=rules.row.rows)],
             in_features,
@@ -318,6 +336,8 @@ class LayerSet(LayerSetOperations):
         """
         if self.mode not in (None, "1d") and self.rules != ModeRules():
             raise ValueError(f"mode={self.mode!r}: experts need mode '1d' or one device; use layer_set('1d', groups)")
+        if self.rules.lanes > 1:
+            raise ValueError("experts have no products in lanes so far; use one tensor lane with numerics='canonical'")
         made = make_moe(
             hidden_size,
             intermediate_size,
@@ -360,6 +380,7 @@ class LayerSet(LayerSetOperations):
             tied: Embedding of this layer set whose table is the weight; None for a weight of its own.
             init: Init rule of an own weight; default: uniform in +-1/sqrt(h).
         """
+        check_lanes(vocabulary, self.rules.lanes, "the vocabulary")
         made = ParallelVocabClassifier(hidden, vocabulary, self.rules, self.grid, tied=tied, init=init)
         return self._made(made, self.rules.residual, self.rules.inner)
 
@@ -379,7 +400,7 @@ class LayerSet(LayerSetOperations):
             cut=rules.column,
             takes=rules.residual,
             out=rules.inner,
-            product=rules.column_product,
+            product=rules.of_runs(rules.column_product, local_rows(rows, self.grid)),
             grid=self.grid,
             init=init,
             then=then,

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from par_precision.exact.grid import LIMIT, GridHooks, on_grid
+from par_groups import on_grid
+from par_precision.exact.grid import LIMIT, GridHooks
 from par_precision.exact.squares import exact_squares, squares_of
 
 floats = st.floats(-1, 1, width=32)

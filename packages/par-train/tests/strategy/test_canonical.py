@@ -7,9 +7,8 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from par_groups import digest_of
+from par_groups import digest_of, on_grid
 from par_precision import ExactSums
-from par_precision.exact.grid import on_grid
 from par_precision.exact.squares import exact_squares, squares_of
 from par_testing import storm
 from par_train import Strategy
@@ -299,7 +298,16 @@ def test_lanes_layers_and_steps_drop_different_elements():
         ({"numerics": "canonical", "lanes": 4, "pipeline": {"microbatches": 4}}, "choose `microbatches`"),
         (
             {"numerics": "canonical", "lanes": 4, "parallel": {"tensor": {"size": 2, "mode": "1d"}}},
-            "the axes data and pipeline have exact sums so far",
+            "tensor=1 must be a power of two times the 2 tensor ranks",
+        ),
+        (
+            {"numerics": "canonical", "lanes": 4, "parallel": {"sequence": 2}},
+            "the axes data, pipeline and tensor have exact sums so far; use sequence=1",
+        ),
+        ({"numerics": "canonical", "lanes": {"data": 4, "tensors": 2}}, "unexpected keyword argument 'tensors'"),
+        (
+            {"numerics": "canonical", "lanes": {"data": 4, "tensor": 0}},
+            "lanes: tensor=0 must be a positive integer",
         ),
         *(
             (
@@ -330,6 +338,14 @@ class Dropping(nn.Module):
 def test_batch_norm_is_refused():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     with Strategy(numerics="canonical", lanes=2) as strategy, pytest.raises(ValueError, match="running statistics"):
+        strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.ranks(1)
+def test_compiled_models_are_refused():
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].compile(backend="eager")
+    with Strategy(numerics="canonical", lanes=2) as strategy, pytest.raises(ValueError, match="'0' is compiled"):
         strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 

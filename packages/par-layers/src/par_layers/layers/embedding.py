@@ -135,7 +135,8 @@ class ParallelVocabEmbedding(ParallelLayer):
             padding = None
         # Ids of other ranks look up row 0, because an index must be valid; their result is replaced by zeros.
         rows = functional.embedding(local.masked_fill(elsewhere, 0), table, padding)
-        return rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        # A negative zero: the sum with it preserves a zero of either sign.
+        return rows.masked_fill(elsewhere.unsqueeze(-1), -0.0)
 
     def extra_repr(self) -> str:
         """Return the vocabulary and the features."""

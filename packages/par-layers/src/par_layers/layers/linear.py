@@ -58,7 +58,7 @@ class ParallelLinear(ParallelLayer):
         super().__init__()
         self.in_features = in_features
         self.out_features = sum(run.length for run in rows)
-        self.local_parts = tuple((run.padded or run.length) // grid.size(run.axes) for run in rows)
+        self.local_parts = local_rows(rows, grid)
         self._product, self._then, self._takes = product, then, takes
         self.linear = None  # on the instance: a module that is assigned would be hidden by an attribute of the class
         self._local_in = in_features // grid.size(takes.features)
@@ -112,6 +112,11 @@ def block_rows(out_features: int, blocks: int | Sequence[int], unit: int, axes: 
     if sum(blocks) != out_features:
         raise ValueError(f"blocks {list(blocks)} add up to {sum(blocks)}, but out_features is {out_features}")
     return [_rows_of_block(length, unit, axes, grid) for length in blocks]
+
+
+def local_rows(rows: Sequence[Rows], grid: Grid) -> tuple[int, ...]:
+    """Return this rank's number of rows of each run."""
+    return tuple((run.padded or run.length) // grid.size(run.axes) for run in rows)
 
 
 def _rows_of_block(length: int, unit: int, axes: Axes, grid: Grid) -> Rows:

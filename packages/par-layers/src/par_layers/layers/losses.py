@@ -1,14 +1,12 @@
 """Cross entropy and accuracy for logits that are sharded over the vocabulary, the batch or the sequence."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from .._collectives import finish, reduce_from, start_all_reduce
@@ -16,33 +14,8 @@ from .._torch_private import assert_async
 from ..modes.grid import Axes, Grid
 from ..modes.layout import ActivationLayout
 from ..modes.rules import ModeRules
+from ..modes.token_losses import LossOptions
 from .embedding import cut_tokens
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossOptions:
-    """Options of a cross entropy.
-
-    Args:
-        classes: Number of classes of the full vocabulary. Fewer logits than classes are sharded logits.
-        ignore_index: Target of tokens that do not count.
-        label_smoothing: Weight of the uniform distribution over all classes, 0 to 1.
-        reduction: "mean" or "sum" over the tokens that count.
-
-    Raises:
-        ValueError: The smoothing is out of range, or the reduction is unknown.
-    """
-
-    classes: int
-    ignore_index: int = -100
-    label_smoothing: float = 0.0
-    reduction: str = "mean"
-
-    def __post_init__(self) -> None:
-        if self.reduction not in ("mean", "sum"):
-            raise ValueError(f"reduction is {self.reduction!r}; it can be 'mean' or 'sum'")
-        if not 0.0 <= self.label_smoothing <= 1.0:
-            raise ValueError(f"label_smoothing is {self.label_smoothing}; it lies between 0 and 1")
 
 
 def cross_entropy(logits: Tensor, target: Tensor, rules: ModeRules, grid: Grid, options: LossOptions) -> Tensor:
@@ -130,32 +103,8 @@ def _summed_losses(logits: Tensor, target: Tensor, rules: ModeRules, grid: Grid,
     layout = logits_layout(rules, cut=cut)
     mine = cut_tokens(target, layout, grid).flatten()
     flat = logits.reshape(-1, logits.shape[-1])
-    if cut:
-        losses = losses_of_cut_vocabulary(flat, mine, grid, layout.features, options)
-    else:
-        losses = functional.cross_entropy(
-            flat.to(torch.promote_types(flat.dtype, torch.float32)),
-            mine,
-            reduction="none",
-            ignore_index=options.ignore_index,
-            label_smoothing=options.label_smoothing,
-        )
+    losses = rules.token_losses(flat, mine, grid, layout.features, options)
     return over_tokens(losses.sum(), layout, grid)
-
-
-def losses_of_cut_vocabulary(logits: Tensor, target: Tensor, grid: Grid, axes: Axes, options: LossOptions) -> Tensor:
-    """Return the loss of each token from sharded logits, 0 for an ignored token, fp32 or fp64.
-
-    Args:
-        logits: This rank's shard [tokens, V/p]; padded logits are -inf.
-        target: Targets [tokens], int64.
-        grid: This rank's coordinates.
-        axes: Axes that shard the vocabulary.
-        options: Number of classes, ignored target and smoothing.
-    """
-    first = grid.index(axes) * logits.shape[-1]
-    losses: Tensor = _CutVocabulary.apply(logits, target, grid.group(axes), first, options)  # type: ignore[no-untyped-call]
-    return losses
 
 
 def accuracy(logits: Tensor, target: Tensor, rules: ModeRules, grid: Grid, options: LossOptions) -> Tensor:
@@ -233,58 +182,3 @@ class _OverContext(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient * ctx.ranks, None
-
-
-class _CutVocabulary(torch.autograd.Function):
-    """Cross entropy of each token, for logits whose last dim is sharded over a group; padded logits are -inf.
-
-    Forward needs two all-reduces. The first returns the largest logit. The second returns the sum of exponentials, the
-    target's logit and, for smoothing, the sum of all logits. Forward saves the logits and a few numbers per token, and
-    backward needs no collective. It allocates one tensor of the logits' size, the gradient.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, target: Tensor, group: dist.ProcessGroup, first: int, options: LossOptions
-    ) -> Tensor:
-        classes, smoothing = options.classes, options.label_smoothing
-        # The last ranks may hold padding, which is no class and must not count in the smoothing.
-        real = min(logits.shape[-1], max(classes - first, 0))
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        highest = logits.amax(-1).to(wide)
-        # All ranks must subtract the same maximum, or their sums of exponentials could not be added.
-        highest = finish(start_all_reduce(highest, group, "max"))
-        local = target - first
-        elsewhere = (local < 0) | (local >= real)
-        local = local.masked_fill(elsewhere, 0)
-        exponentials = (logits.to(wide) - highest.unsqueeze(-1)).exp_().sum(-1)
-        of_target = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).to(wide) - highest
-        sums = [exponentials, of_target.masked_fill(elsewhere, 0.0)]
-        if smoothing:
-            sums.append((logits[..., :real].to(wide) - highest.unsqueeze(-1)).sum(-1))
-        exponentials, of_target, *of_all = finish(start_all_reduce(torch.stack(sums), group))
-        log_sum = exponentials.log()
-        losses = log_sum - of_target
-        if smoothing:
-            losses = (1 - smoothing) * losses + smoothing * (log_sum - of_all[0] / classes)
-        ignored = target == options.ignore_index
-        ctx.save_for_backward(logits, highest, exponentials, local, elsewhere, ignored)
-        ctx.classes, ctx.real, ctx.smoothing = classes, real, smoothing
-        counted: Tensor = losses.masked_fill(ignored, 0.0)
-        return counted
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        """Return (softmax - (1 - smoothing) * one_hot(target) - smoothing / classes) * the token's gradient."""
-        # The softmax divides by the sum of exponentials and does not subtract max + log(sum): at a maximum of 1e4, the
-        # fp32 sum of both would round the logarithm off.
-        logits, highest, exponentials, local, elsewhere, ignored = ctx.saved_tensors
-        upstream = gradient.to(highest.dtype).masked_fill(ignored, 0.0)
-        result = (logits.to(highest.dtype) - highest.unsqueeze(-1)).exp_()
-        result *= (upstream / exponentials).unsqueeze(-1)
-        of_target = (-(1 - ctx.smoothing) * upstream).masked_fill(elsewhere, 0.0)
-        result.scatter_add_(-1, local.unsqueeze(-1), of_target.unsqueeze(-1))
-        if ctx.smoothing:
-            result[..., : ctx.real] -= upstream.unsqueeze(-1) * (ctx.smoothing / ctx.classes)
-        return result.to(logits.dtype), None, None, None, None

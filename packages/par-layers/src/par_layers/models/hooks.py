@@ -71,7 +71,8 @@ class ShardedVocabularyHook(Hook):
         elsewhere, self.elsewhere = self.elsewhere, None
         if elsewhere is None:
             raise RuntimeError("an embedding's hook was called without the one before it; a bug of par-layers")
-        return self.sum(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0))
+        # A negative zero: the sum with it preserves a zero of either sign.
+        return self.sum(rows.masked_fill(elsewhere.unsqueeze(-1), -0.0))
 
 
 class CutFeatures(Hook):

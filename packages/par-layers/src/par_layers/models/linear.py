@@ -23,13 +23,12 @@ from ..modes.grid import Axes, Grid
 from ..modes.layout import ActivationLayout, check_features
 from ..modes.product_1d import (
     SEQUENCE,
-    Column1D,
-    Row1D,
     bias_gradient,
     local_product,
     save_operands,
     weight_gradient,
 )
+from ..modes.rules import ParallelMatmul
 from .sequence import CutSequence
 
 
@@ -100,7 +99,12 @@ class RegionEntry:
         self.whole = self.part = self.again = None
 
     def product(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, hook: WeightGradHook | None, linear: LinearFunction | None
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        hook: WeightGradHook | None,
+        linear: LinearFunction | None = None,
     ) -> Tensor:
         """Compute the matmul of a column of the region, whose input is already gathered."""
         if x is not self.whole or linear is not None:
@@ -219,8 +223,8 @@ class AdoptedColumn(_Adopted):
     It keeps the attributes of the original linear, including `in_features` and `out_features` of the full weight.
     """
 
-    entry: RegionEntry | None
-    """Of the region that enters the input for all its columns; None where the column copies its input itself."""
+    product: ParallelMatmul
+    """The matmul over the ranks, or that of a region that enters the input for all its columns."""
 
     region: Watches | None
     """The region that begins here."""
@@ -234,10 +238,7 @@ class AdoptedColumn(_Adopted):
         """Map [..., K], equal on all ranks, to this rank's features [..., N/p], or to all features."""
         check_features(x, self.in_features, ActivationLayout(), "a column")
         x, weight, bias, hook = self.operands(x)
-        if self.entry is not None:
-            y = self.entry.product(x, weight, bias, hook, self.linear)
-        else:
-            y = Column1D(self.grid.group(self.axes), sequence=False)(x, weight, bias, hook, self.linear)
+        y = self.product(x, weight, bias, hook, self.linear)
         if self.region is not None:
             self.region.column(y)
         if not self.gather:
@@ -263,6 +264,9 @@ class AdoptedRow(_Adopted):
     split: bool
     """Whether the input is whole."""
 
+    products: tuple[ParallelMatmul, ParallelMatmul]
+    """The matmuls whose output is full, and is cut along the sequence."""
+
     sequence: CutSequence | None
     """Says whether the output is cut along the sequence; None where it never is."""
 
@@ -271,11 +275,10 @@ class AdoptedRow(_Adopted):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map this rank's features [..., K/p] to [..., N], equal on all ranks, or to [B, S/p, N]."""
-        group = self.grid.group(self.axes)
         if self.split:
             check_features(x, self.in_features, ActivationLayout(), "a row")
-            x = scatter_to(x, group, -1)
-        check_features(x, self.in_features // group.size(), ActivationLayout(features=self.axes), "a row")
+            x = scatter_to(x, self.grid.group(self.axes), -1)
+        check_features(x, self.in_features // self.grid.size(self.axes), ActivationLayout(features=self.axes), "a row")
         x, weight, bias, hook = self.operands(x)
         sequence = self.sequence is not None and self.sequence.is_cut(self)
         if sequence and x.dim() < 3:
@@ -283,7 +286,7 @@ class AdoptedRow(_Adopted):
                 f"a row is given a tensor of shape {tuple(x.shape)}, and cuts its output along the sequence, which is "
                 "dim 1 of [batch, sequence, features]; use sequence_parallel=False"
             )
-        y = Row1D(group, sequence)(x, weight, bias, hook, self.linear)
+        y = self.products[sequence](x, weight, bias, hook, self.linear)
         if self.region is not None:
             self.region.row(y)
         return y

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .._collectives import gather_from
-from ..layers.losses import LossOptions, check_targets, losses_of_cut_vocabulary
+from ..layers.losses import check_targets
 from ..modes.grid import Axes, Grid
+from ..modes.token_losses import LossOptions, TokenLosses
 
 
 @dataclass(frozen=True)
@@ -22,11 +23,13 @@ class VocabularyLoss:
         grid: This rank's place.
         axes: The axes of the tensor group; () for one rank.
         vocabulary: Number of classes.
+        token_losses: Function from logits to the loss of each token.
     """
 
     grid: Grid
     axes: Axes
     vocabulary: int
+    token_losses: TokenLosses
 
     def whole(self, logits: Tensor) -> Tensor:
         """Return full logits [..., V] for sharded or full logits."""
@@ -54,10 +57,8 @@ class VocabularyLoss:
         check_targets(labels, options)
         flat, targets = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
         if self.is_sharded(logits):
-            losses = losses_of_cut_vocabulary(self._padded(flat), targets, self.grid, self.axes, options)
-        else:
-            wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
-            losses = functional.cross_entropy(wide, targets, reduction="none", ignore_index=ignore_index)
+            flat = self._padded(flat)
+        losses = self.token_losses(flat, targets, self.grid, self.axes, options)
         return losses.sum(), (targets != ignore_index).sum()
 
     def _padded(self, flat: Tensor) -> Tensor:

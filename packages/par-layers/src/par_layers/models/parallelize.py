@@ -2,6 +2,7 @@
 
 import hashlib
 import inspect
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from ..context.context import Context
 from ..layers.parallel_layer import RECORDS_OF_MODULE, ParallelLayer
 from ..modes.grid import EXPERTS
 from ..modes.layout import ActivationLayout
+from ..modes.rules import ParallelMatmul
 from .adapters import base_model, check_prompts, wrapper_around
 from .counts import LocalConfig
 from .cutting import ShardingRecords, keep_part_, make_alike_
@@ -21,6 +23,8 @@ from .dropout import AdoptedDropout, SameDraws, adopt_dropout_
 from .generation import Generation
 from .guards import ModelEntry, check_whole, guard_
 from .hooks import CutExperts, CutFeatures, LatentOutput, PartialOutput, ShardedVocabularyHook, SharedExpert
+from .lanes.gradients import LaneGradients
+from .lanes.plan import in_lanes
 from .linear import AdoptedColumn, AdoptedRow, GatheredLogits, RegionEntry, adopt_linear_
 from .loss import AdoptedLoss, VocabularyLoss, shifts_labels
 from .packed.forward import DealtForward, deal_
@@ -34,6 +38,7 @@ from .plans.styles import (
     ExpertTensorParallel,
     IdentityExpert,
     LatentProjection,
+    PartialGradient,
     RowParallel,
     SummedOutput,
 )
@@ -108,19 +113,15 @@ def parallelize(
             check_prompts(model)
             check_whole(inner)
             found = survey(inner, plan, grid, sequence=bool(layers.rules.residual.sequence))
+            if layers.rules.lanes > 1:
+                found = in_lanes(found, dict(inner.named_modules(remove_duplicate=False)), layers.rules.lanes)
             digest = _digest(inner, found, logits)
         else:
             digest = _again(inner, before, layers, plan, logits)
     except (TypeError, ValueError) as error:
         problem = error
     axes = tensor_axes(grid)
-    needed: dict[dist.ProcessGroup, list[Collective]] = {}
-    if axes:
-        needed[grid.group(axes)] = ["all_reduce", "all_gather", "broadcast"]
-        if found is not None and found.layers is not None:  # activations are cut along the sequence
-            needed[grid.group(axes)].append("reduce_scatter")
-    if deals_experts(grid) and (of_experts := grid.seen_as(EXPERTS)).size(("expert_parallel",)) > 1:
-        needed.setdefault(of_experts.group(("expert_parallel",)), []).append("all_to_all")
+    needed = _needed(layers, found)
     check_alike(agree(problem, digest, *needed), "plans or models to cut", show=False)
     if found is not None and grid.groups is not None:
         for group, collectives in needed.items():
@@ -150,6 +151,21 @@ def plan_shardings(
         ValueError: A rule of the plan is wrong, a size does not divide by the ranks, or the mode is not 1d.
     """
     return {name: part.sharding for name, part in survey_planned(model, topology, rank, plan).parts.items()}
+
+
+def _needed(layers: LayerSet, found: Survey | None) -> dict[dist.ProcessGroup, list[Collective]]:
+    """Return the collectives that a sharded model needs, by group."""
+    grid, axes = layers.grid, tensor_axes(layers.grid)
+    needed: dict[dist.ProcessGroup, list[Collective]] = {}
+    if axes:
+        needed[grid.group(axes)] = ["all_reduce", "all_gather", "broadcast"]
+        if found is not None and found.layers is not None:  # activations are cut along the sequence
+            needed[grid.group(axes)].append("reduce_scatter")
+        if layers.rules.lanes > 1:  # trees over the ranks
+            needed[grid.group(axes)].append("all_to_all")
+    if deals_experts(grid) and (of_experts := grid.seen_as(EXPERTS)).size(("expert_parallel",)) > 1:
+        needed.setdefault(of_experts.group(("expert_parallel",)), []).append("all_to_all")
+    return needed
 
 
 def _check_context(model: nn.Module, ranks: int) -> None:
@@ -223,6 +239,8 @@ class _Adoption:
     def __init__(self, model: nn.Module, layers: LayerSet, found: Survey, logits: LogitsLayout, digest: str) -> None:
         self.model, self.layers, self.found, self.logits, self.digest = model, layers, found, logits, digest
         self.grid, self.axes = layers.grid, tensor_axes(layers.grid)
+        # Products in lanes differ from torch's on one rank, too.
+        self.converts = bool(self.axes) or layers.rules.lanes > 1
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.sequence = CutSequence()
 
@@ -237,8 +255,9 @@ class _Adoption:
             keep_part_(parameter, self.found.parts[name])
         regions = {name: self._region(name, region) for name, region in self.found.regions.items()}
         head = GatheredLogits(self.logits == "sharded") if vocabulary is not None else None
-        if self.axes:
+        if self.converts:
             self._adopt_modules(regions, gives_logits, head)
+        if self.axes:
             self._cut_the_sequence()
             for name, region in self.found.regions.items():
                 self._set_counts(self.modules[name], region)
@@ -270,6 +289,9 @@ class _Adoption:
     def _adopt_modules(self, regions: dict[str, Region], gives_logits: str | None, head: GatheredLogits | None) -> None:
         """Convert each module that has a rule, or register the hooks of its rule."""
         adopted: set[int] = set()
+        rules = self.layers.rules
+        column = replace(rules.column_product, sequence=False)  # type: ignore[type-var]  # of mode 1d
+        rows = tuple(replace(rules.row_product, sequence=cut) for cut in (False, True))  # type: ignore[type-var]
         for name, style in self.found.rules.items():
             module = self.modules.get(name)
             if module is None or id(module) in adopted or name in self.found.wrappers:
@@ -283,9 +305,9 @@ class _Adoption:
                     self.grid,
                     self.axes,
                     transposed=is_conv1d(module),
-                    entry=None if region is None else region.entry,
+                    product=self._product(name, style, column, region),
                     region=region,
-                    gather=style.gather,
+                    gather=style.gather and bool(self.axes),
                     logits=head if gives_logits is not None and module is self.modules[gives_logits] else None,
                 )
             elif isinstance(style, RowParallel):
@@ -295,10 +317,17 @@ class _Adoption:
                     self.grid,
                     self.axes,
                     transposed=is_conv1d(module),
-                    split=style.split,
+                    split=style.split and bool(self.axes),
+                    products=rows,
                     sequence=self._sequence_at(name),
                     region=region,
                 )
+            elif isinstance(style, PartialGradient) and rules.lanes > 1:
+                lanes = LaneGradients(self.grid, self.axes, rules.lanes // self.grid.size(self.axes))
+                module.register_forward_pre_hook(lanes.before)
+                module.register_forward_hook(lanes.after, always_call=True)
+            elif not self.axes:
+                continue
             elif isinstance(style, EmbeddingParallel):
                 self._adopt_embedding(module, style)
             elif (isinstance(style, ExpertTensorParallel) and name not in self.found.experts) or (
@@ -313,6 +342,17 @@ class _Adoption:
                 module.register_forward_hook(PartialOutput(self.grid, self.axes).after)
             elif isinstance(style, LatentProjection):
                 module.register_forward_hook(LatentOutput(self.grid, self.axes, style.around).after)
+
+    def _product(
+        self, name: str, style: ColumnParallel, column: ParallelMatmul, region: Region | None
+    ) -> ParallelMatmul:
+        """Return the matmul of a Column: that of its region, if the region copies the input for all its Columns."""
+        if region is not None and region.entry is not None:
+            return region.entry.product
+        weight: Any = self.modules[name].weight
+        local = weight.shape[1 if is_conv1d(self.modules[name]) else 0]
+        blocks = style.blocks if isinstance(style.blocks, tuple) else (1,) * style.blocks
+        return self.layers.rules.of_runs(column, tuple(block * local // sum(blocks) for block in blocks))
 
     def _adopt_embedding(self, module: nn.Module, style: EmbeddingParallel) -> None:
         if style.features:
@@ -413,10 +453,11 @@ class _Adoption:
 
     def _adopt_ends(self, vocabulary: int | None, head: GatheredLogits | None) -> None:
         """Replace the model's loss, register the hooks around its forward, and disable methods that would be wrong."""
-        over = None if vocabulary is None else VocabularyLoss(self.grid, self.axes, vocabulary)
+        losses = self.layers.rules.token_losses
+        over = None if vocabulary is None else VocabularyLoss(self.grid, self.axes, vocabulary, losses)
         shifts = shifts_labels(self.model)
         is_loss_ours = False
-        if over is not None and shifts is not None and self.axes:
+        if over is not None and shifts is not None and self.converts:
             self.model.loss_function = AdoptedLoss(over, shifts)  # type: ignore[assignment]  # not a module
             is_loss_ours = True
         forward = inspect.unwrap(type(self.model).forward)

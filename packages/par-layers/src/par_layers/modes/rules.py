@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -12,6 +12,7 @@ from .arithmetic import LinearFunction
 from .grid import Axes
 from .layout import ActivationLayout
 from .product_1d import local_product
+from .token_losses import TokenLosses, token_losses
 
 
 class ParallelMatmul(Protocol):
@@ -59,6 +60,12 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
+def _as_one_run(product: ParallelMatmul, runs: tuple[int, ...]) -> ParallelMatmul:
+    """Return the matmul itself, which multiplies all runs at once."""
+    del runs
+    return product
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModeRules:
     """Layouts, shardings and matmuls of a tensor-parallel mode. The defaults are the rules of one device.
@@ -75,6 +82,11 @@ class ModeRules:
         vocabulary_gathered: Axes that shard the table further, and over which each use gathers it.
         tied: Function from a rank's shard of the table to the column weight [V, H] of `tied_product`.
         tied_product: Matmul of a classifier that is tied to the embedding table.
+        token_losses: Function from logits, full or sharded, to the loss of each token.
+        of_runs: Function from `column_product`, and the numbers of local rows of a weight's runs, such as q, k and v,
+            to the matmul of this weight.
+        lanes: Number of blocks of each sharded weight, over all ranks, that are multiplied one by one. Sharded features
+            must divide by 32 times this number, if it is not 1.
     """
 
     residual: ActivationLayout = field(default_factory=ActivationLayout)
@@ -88,3 +100,6 @@ class ModeRules:
     vocabulary_gathered: Axes = ()
     tied: Callable[[Tensor], Tensor] = _same
     tied_product: ParallelMatmul = local_product
+    token_losses: TokenLosses = token_losses
+    of_runs: Callable[[Any, tuple[int, ...]], ParallelMatmul] = _as_one_run
+    lanes: int = 1

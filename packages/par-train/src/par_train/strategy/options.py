@@ -7,7 +7,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 
-from par_groups import ProcessGroups
+from par_groups import LaneCounts, ProcessGroups
 from par_plan import read_budget
 from par_precision import precision_of
 from par_recompute import Keep, Layers
@@ -77,6 +77,8 @@ class StrategyOptions:
             8 bytes per parameter.
         lanes: The number of microbatches in a step of canonical numerics, over all data ranks. Data ranks must divide
             it. `execute_pipeline` splits a rank's batch into its lanes; a loop of your own calls `backward` for each.
+            `par_groups.LaneCounts`, or dict(data=8, tensor=4), also has the number of blocks of each weight, which runs
+            over several tensor ranks need.
         broadcast_batches: Whether one rank of each replica reads a data loader and broadcasts its batches to the
             replica's tensor, sequence and pipeline ranks, which must then take batches together. If False, every rank
             reads for itself.
@@ -97,7 +99,7 @@ class StrategyOptions:
     device: str = "auto"
     seed: int = 0
     numerics: Literal["ordinary", "canonical"] = "ordinary"
-    lanes: int | None = None
+    lanes: int | Mapping[str, int] | LaneCounts | None = None
     broadcast_batches: bool = True
 
     def __post_init__(self) -> None:
@@ -142,8 +144,12 @@ class StrategyOptions:
             if self.lanes is not None:
                 raise ValueError(f"lanes={self.lanes}: ordinary numerics have no lanes; add numerics='canonical'")
             return
-        if type(self.lanes) is not int or self.lanes < 1:
-            raise ValueError(f"lanes={self.lanes!r}: canonical numerics need a number of lanes; pass one, such as 8")
+        if self.lanes is None:
+            raise ValueError("lanes=None: canonical numerics need a number of lanes; pass one, such as 8")
+        try:
+            self.canonical_lanes  # noqa: B018 - for its errors
+        except TypeError as error:
+            raise ValueError(f"lanes={self.lanes!r}: {error}; pass dict(data=8, tensor=4)") from None
         if self.precision_name not in ("fp32", "bf16"):
             raise ValueError(
                 f"precision={self.precision_name!r} with numerics='canonical': only 'fp32' and 'bf16' have exact sums; "
@@ -160,6 +166,13 @@ class StrategyOptions:
                 "numerics='canonical': gradients are summed by par-zero in fp64; remove "
                 + (f"zero['precision'][{own[0]!r}]" if own else "your gradient_handlers")
             )
+
+    @property
+    def canonical_lanes(self) -> LaneCounts | None:
+        """The numbers of lanes; None for ordinary numerics."""
+        if self.lanes is None or isinstance(self.lanes, LaneCounts):
+            return self.lanes
+        return LaneCounts(**self.lanes) if isinstance(self.lanes, Mapping) else LaneCounts(data=self.lanes)
 
     @property
     def pipeline_keywords(self) -> dict[str, Any]:
@@ -221,6 +234,7 @@ class StrategyOptions:
         policies = {name: self.zero_policy(name) for name in ("precision", "overlap", "update")}
         # Ranks may have different devices, such as cuda:0 and cuda:1.
         given = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "device"}
+        given["lanes"] = repr(self.canonical_lanes)
         given["zero"] = {**self.zero_keywords, **policies}
         given["plugins"] = [each if isinstance(each, str) else each.name for each in self.plugins]
         policy = policy_of(self.recompute)

@@ -16,6 +16,7 @@ from par_groups import (
     EXPERTS,
     Axes,
     Channels,
+    LaneCounts,
     ProcessGroups,
     Topology,
     agree,
@@ -72,7 +73,7 @@ class Setup:
                 else:
                     topology = Topology.from_config(given or {}, self.environment.world_size)
                 _check_axes(topology, given if isinstance(given, ProcessGroups) else None)
-                _check_lanes(topology, self.options.lanes)
+                _check_lanes(topology, self.options.canonical_lanes)
             except Exception as error:  # of any kind: every rank raises what one rank has raised
                 problem = error
             check_alike(agree(problem, self.options.described(), None), "options")
@@ -99,7 +100,7 @@ class Setup:
     @cached_property
     def layers(self) -> LayerSet:
         """The layers of the tensor mode; layers of one device if there is no tensor axis."""
-        return layer_set("auto", self.groups)
+        return layer_set("auto", self.groups, lanes=self.options.canonical_lanes)
 
     @property
     def context(self) -> Context:
@@ -207,8 +208,8 @@ class Setup:
     def make_schedule(self) -> Schedule:
         """Make the schedule of the pipeline; without a pipeline, one rank runs the microbatches consecutively."""
         ranks, options = self.groups.size("pipeline"), self.options.pipeline_keywords
-        lanes = self.options.lanes  # the options have checked that they are not given beside `microbatches`
-        given = options.get("microbatches", 0) if lanes is None else lanes // self.groups.size(self.data_axes)
+        lanes = self.options.canonical_lanes  # the options have checked that they are not given beside `microbatches`
+        given = options.get("microbatches", 0) if lanes is None else lanes.data // self.groups.size(self.data_axes)
         microbatches = microbatches_of(given, ranks)
         if ranks == 1:
             return schedule("1f1b", 1, microbatches)
@@ -230,7 +231,7 @@ class Setup:
             check_last_batch(loader, replicas * self.make_schedule().microbatches)
 
 
-def _check_lanes(topology: Topology, lanes: int | None) -> None:
+def _check_lanes(topology: Topology, lanes: LaneCounts | None) -> None:
     """Check that canonical numerics know every sum that the axes of a topology divide.
 
     Raises:
@@ -238,17 +239,13 @@ def _check_lanes(topology: Topology, lanes: int | None) -> None:
     """
     if lanes is None:
         return
-    for name in ("tensor", "sequence", "expert"):
+    for name in ("sequence", "expert"):
         if topology.size(name) > 1:
             raise ValueError(
-                f"parallel={{{name!r}: {topology.size(name)}}} with numerics='canonical': the axes data and pipeline "
-                f"have exact sums so far; use {name}=1"
+                f"parallel={{{name!r}: {topology.size(name)}}} with numerics='canonical': the axes data, pipeline and "
+                f"tensor have exact sums so far; use {name}=1"
             )
-    replicas = topology.size(data_axes(topology))
-    if lanes % replicas:
-        raise ValueError(
-            f"lanes={lanes}: they do not divide among {replicas} data ranks; pass a multiple of {replicas}"
-        )
+    lanes.check(topology)
 
 
 def _check_axes(topology: Topology, groups: ProcessGroups | None) -> None:

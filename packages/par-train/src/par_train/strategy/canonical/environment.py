@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -16,11 +17,12 @@ def environment_of(options: StrategyOptions, device: torch.device) -> dict[str, 
         options: The options of the strategy.
         device: The device of this rank.
     """
-    if options.lanes is None:
+    lanes = options.canonical_lanes
+    if lanes is None:
         return {}
     is_cpu = device.type == "cpu"
     hardware = torch.backends.cpu.get_cpu_capability() if is_cpu else torch.get_device_module(device).get_device_name()
-    return {"lanes": options.lanes, "torch": str(torch.__version__), "hardware": hardware}
+    return {"lanes": asdict(lanes), "torch": str(torch.__version__), "hardware": hardware}
 
 
 def warn_of_other_bits(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:

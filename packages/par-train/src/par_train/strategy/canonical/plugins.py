@@ -12,6 +12,7 @@ from par_layers import active_dropouts
 from par_pipeline import PipelineStages
 from par_precision import ExactSums
 
+from ..._torch_private import is_compiled
 from ..handlers import register_gradient_handler
 from ..plugin import Plugin
 from ..setup import Setup
@@ -32,13 +33,13 @@ class GridPlugin(Plugin):
         if optimizer is None:
             return model
         _check(model, strategy)
-        lanes = strategy.options.lanes
+        lanes = strategy.options.canonical_lanes
         assert lanes is not None  # noqa: S101 - the options have been checked
         replicas = strategy.groups.size(strategy.data_axes)
-        self._lanes = lanes // replicas
+        self._lanes = lanes.data // replicas
         assert isinstance(strategy.randomness, LaneRandomness)  # noqa: S101 - as `Strategy` has made it
         strategy.randomness.attach(model, first_lane=strategy.groups.rank(strategy.data_axes) * self._lanes)
-        self.sums = ExactSums(losses=lanes, replicas=replicas)
+        self.sums = ExactSums(losses=lanes.data, replicas=replicas)
         self.sums.attach(model)
         return model
 
@@ -116,12 +117,22 @@ def _check(model: nn.Module, strategy: Setup) -> None:
         ValueError: Something else would depend on the topology.
     """
     for name, module in model.named_modules():
+        if is_compiled(module):
+            raise ValueError(
+                f"{name or 'the model'!r} is compiled: a compiler chooses its arithmetic by shapes, which depend on "
+                "the topology; canonical numerics need a model without torch.compile"
+            )
         if isinstance(module, _BatchNorm) and module.track_running_stats:
             raise ValueError(
                 f"{name!r} is a {type(module).__name__}, whose running statistics depend on the order of lanes; "
                 "canonical numerics need a norm of single rows, such as LayerNorm or GroupNorm"
             )
     for name, rate in active_dropouts(model).items():
+        if strategy.layers.rules.lanes > 1:
+            raise ValueError(
+                f"{name!r} has {rate}, and tensor ranks draw for their own features; use one tensor lane, or set it "
+                "to 0"
+            )
         if "layerdrop" in rate:
             raise ValueError(
                 f"{name!r} has {rate}: it draws between layers, so that a layer is skipped on some topologies and not "

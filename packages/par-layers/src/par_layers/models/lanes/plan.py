@@ -1,0 +1,85 @@
+"""Survey of an existing model whose weights are in lanes."""
+
+from dataclasses import replace
+
+from torch import nn
+
+from ...modes.lanes import check_head, check_lanes
+from ..plans.styles import ColumnParallel, EmbeddingParallel, PartialGradient, Replicated, RowParallel
+from ..survey.kinds import features_of, parent
+from ..survey.survey import RegionPlan, Survey
+
+
+def in_lanes(found: Survey, modules: dict[str, nn.Module], lanes: int) -> Survey:
+    """Return the survey of a model whose weights are in lanes.
+
+    Each Column copies its input, because the sum over lanes is the outermost one of each. No gradient is partial after
+    backward: `LaneGradients` completes those of parameters between Columns and Rows.
+
+    Args:
+        found: The survey without lanes.
+        modules: The modules of the model, by name.
+        lanes: Number of lanes over all ranks.
+
+    Raises:
+        ValueError: A rule has no form in lanes, or a size does not divide into them.
+    """
+    if found.wrappers or found.experts:
+        what, names = ("adapters", found.wrappers) if found.wrappers else ("experts", found.experts)
+        raise ValueError(
+            f"{next(iter(names))!r} has {what}, which have no products in lanes so far; use one tensor lane with "
+            "numerics='canonical'"
+        )
+    for name, style in found.rules.items():
+        known = isinstance(style, (ColumnParallel, RowParallel, Replicated, PartialGradient, EmbeddingParallel))
+        if not known or name not in modules or (isinstance(style, EmbeddingParallel) and style.features):
+            raise ValueError(
+                f"the rule of {name!r} is {style}, which has no form in lanes; use one tensor lane with "
+                "numerics='canonical'"
+            )
+        if isinstance(style, (ColumnParallel, RowParallel)):
+            _check_linear(found, modules, name, style, lanes)
+        elif isinstance(style, PartialGradient):
+            _check_partial(found, modules, name, style, lanes)
+    parts = dict(found.parts)
+    for name, part in parts.items():
+        if isinstance(found.rules.get(parent(name)), PartialGradient):
+            boxes = tuple(replace(box, sum_over=()) for box in part.sharding.boxes)
+            parts[name] = replace(part, sharding=replace(part.sharding, boxes=boxes))
+    regions = {name: replace(region, closed=False) for name, region in found.regions.items()}
+    return replace(found, parts=parts, regions=regions)
+
+
+def _check_linear(
+    found: Survey, modules: dict[str, nn.Module], name: str, style: ColumnParallel | RowParallel, lanes: int
+) -> None:
+    outputs, inputs = features_of(modules[name])
+    length = outputs if isinstance(style, ColumnParallel) else inputs
+    if style.blocks != 1 and isinstance(style, RowParallel):
+        raise ValueError(f"the rule of {name!r} is {style}, which has no form in lanes; use blocks=1")
+    blocks = [length // style.blocks] * style.blocks if isinstance(style.blocks, int) else style.blocks
+    for block in blocks:
+        check_lanes(block, lanes, f"a block of {name!r}" if len(blocks) > 1 else f"{name!r}")
+    head = getattr(modules[parent(name)], "head_dim", None)
+    region: RegionPlan | None = found.regions.get(parent(name))
+    if isinstance(head, int) and region is not None and region.heads:
+        check_head(head, lanes)
+
+
+def _check_partial(found: Survey, modules: dict[str, nn.Module], name: str, style: PartialGradient, lanes: int) -> None:
+    module, region = modules[name], found.regions.get(parent(name))
+    fused = isinstance(module, (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm))
+    sizes = {tuple(each.shape) for each in module.parameters()}
+    if style.before or region is None or fused or len(sizes) != 1 or len(next(iter(sizes))) != 1:
+        raise ValueError(
+            f"the rule of {name!r}, a {type(module).__name__}, is {style}, which has a form in lanes only for a norm "
+            "of heads whose code multiplies by its weight; use one tensor lane with numerics='canonical'"
+        )
+    ((head,),) = sizes
+    for column in region.columns:
+        length = features_of(modules[column])[0]
+        if length % (lanes * head):
+            raise ValueError(
+                f"{column!r} has {length // head} heads of {head} features, which do not divide into {lanes} lanes, "
+                f"and {name!r} is a norm of heads; use fewer tensor lanes"
+            )

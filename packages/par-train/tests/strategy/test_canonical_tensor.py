@@ -1,0 +1,136 @@
+"""Canonical numerics over tensor ranks: one digest for every number of ranks that divides the lanes."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from par_layers.examples.gpt import GPT
+from par_testing import storm
+from par_train import Strategy
+
+LANES, TIME = {"data": 4, "tensor": 4}, 16
+SIZES = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "head_dim": 32, "num_attention_heads": 4}
+TENSOR = {size: {"tensor": {"size": size, "mode": "1d"}} for size in (2, 4)}
+
+
+def llama(_):
+    config = LlamaConfig(**SIZES, intermediate_size=128, num_key_value_heads=4)
+    return LlamaForCausalLM(config).train()
+
+
+def qwen(_):
+    config = Qwen3Config(**SIZES, intermediate_size=128, num_key_value_heads=4)
+    return Qwen3ForCausalLM(config).train()
+
+
+def gpt(strategy):
+    return GPT(strategy.layers, vocabulary=128, width=128, heads=4, depth=2, length=TIME, tied=True)
+
+
+def batch_of(step):
+    """Rows of which each lane has one, with a different number of labels in each lane."""
+    ids = torch.randint(0, 128, (LANES["data"], TIME), generator=torch.Generator().manual_seed(step))
+    labels = ids.clone()
+    for row in range(len(ids)):
+        labels[row, : (row + step) % 5] = -100
+    return ids, labels
+
+
+def digest(parallel, make=llama, *, zero=0, schedule=None, precision="fp32", lanes=LANES, steps=3):
+    pipeline = {} if schedule is None else {"pipeline": {"schedule": schedule}}
+    options = {"clip_norm": 0.5, "precision": precision, "numerics": "canonical", **pipeline}
+    with Strategy(parallel=parallel, zero=zero, lanes=lanes, **options) as strategy:
+        torch.manual_seed(0)
+        model = make(strategy)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        model, optimizer, lrs = strategy.initialize(
+            model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+        )
+        ranks, rank = strategy.groups.size(strategy.data_axes), strategy.groups.rank(strategy.data_axes)
+        for step in range(steps):
+            ids, labels = (rows.chunk(ranks)[rank] for rows in batch_of(step))
+            if make is gpt:
+                loss = lambda logits, target: (  # noqa: E731
+                    strategy.layers.cross_entropy(logits, target, classes=128, reduction="sum"),
+                    (target != -100).sum(),
+                )
+                strategy.execute_pipeline(iter([(ids, labels)]), model, loss, optimizer)
+            else:
+                batch = {"input_ids": ids, "labels": labels}
+                strategy.execute_pipeline(iter([batch]), model, None, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            lrs.step()
+        return str(strategy.digest(model))
+
+
+def assert_one_digest(cells, *arguments, **more):
+    found = {
+        str(cell): digest(parallel, *arguments, **options, **more) for cell in cells for parallel, options in [cell]
+    }
+    assert len(set(found.values())) == 1, found
+
+
+TWO = [({}, {}), (TENSOR[2], {}), (TENSOR[2], {"zero": 3})]
+FOUR = [
+    ({}, {}),
+    (TENSOR[4], {}),
+    (TENSOR[2], {"zero": 2}),
+    ({**TENSOR[2], "pipeline": 2}, {"schedule": "zb_h1"}),
+]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("make", [llama, qwen, gpt])
+def test_two_tensor_ranks_have_the_bits_of_data_ranks(make, precision):
+    assert_one_digest(TWO, make, precision=precision)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_four_ranks_have_one_digest(precision):
+    assert_one_digest(FOUR, precision=precision)
+
+
+@storm
+@pytest.mark.ranks(4, timeout=600)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("make", [llama, qwen])
+def test_long_runs_have_one_digest(make, precision):
+    more = [
+        (TENSOR[2], {"zero": 1}),
+        (TENSOR[2], {"zero": 3}),
+        ({**TENSOR[2], "pipeline": 2}, {"schedule": "1f1b", "zero": 1}),
+    ]
+    assert_one_digest([*FOUR, *more], make, precision=precision, steps=20)
+
+
+@pytest.mark.ranks(1)
+def test_other_tensor_lanes_have_other_bits():
+    """So the tests of this module can fail: without blocks of one shape the bits are others."""
+    assert len({digest({}, lanes={"data": 4, "tensor": lanes}, steps=1) for lanes in (1, 2, 4)}) == 3
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        ({"size": 2, "mode": "1d", "sequence_parallel": True}, "sequence_parallel=True with numerics='canonical'"),
+        ({"size": 2, "mode": "1d"}, "'model.layers.0.self_attn.k_proj' is 64, which does not divide into 4 lanes"),
+    ],
+)
+def test_models_without_a_form_in_lanes_are_refused(tensor, message):
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=128, num_key_value_heads=2))
+    options = {"numerics": "canonical", "lanes": LANES}
+    with Strategy(parallel={"tensor": tensor}, **options) as strategy, pytest.raises(ValueError, match=message):
+        strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.ranks(1)
+def test_dropout_in_tensor_lanes_is_refused():
+    config = LlamaConfig(**SIZES, intermediate_size=128, num_key_value_heads=4, attention_dropout=0.1)
+    model = LlamaForCausalLM(config)
+    options = {"numerics": "canonical", "lanes": LANES}
+    with Strategy(**options) as strategy, pytest.raises(ValueError, match="tensor ranks draw for their own features"):
+        strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
