@@ -25,10 +25,10 @@ from .schedules.zero_bubble import zb_h1, zb_h2
 from .stages.partition import partition
 
 if TYPE_CHECKING:
-    from .runtime.microbatches import Microbatches, split_keywords, split_rows
+    from .runtime.microbatches import Batch, Microbatches, Result, split_keywords, split_rows
     from .runtime.offload import ActivationOffload
     from .runtime.options import LossWeight, Transport
-    from .runtime.pipeline import Batch, Pipeline, Result
+    from .runtime.pipeline import Pipeline
     from .runtime.shared import Shared
     from .runtime.stage_modules import (
         PipelineStages,
@@ -88,10 +88,10 @@ __all__ = [
 _LATE = {
     "stages.build": ("build_stage",),
     "stages.lazy": ("Lazy",),
-    "runtime.microbatches": ("Microbatches", "split_keywords", "split_rows"),
+    "runtime.microbatches": ("Batch", "Microbatches", "Result", "split_keywords", "split_rows"),
     "runtime.offload": ("ActivationOffload",),
     "runtime.options": ("LossWeight", "Transport"),
-    "runtime.pipeline": ("Batch", "Pipeline", "Result"),
+    "runtime.pipeline": ("Pipeline",),
     "runtime.shared": ("Shared",),
     "runtime.stage_modules": (
         "PipelineStages",

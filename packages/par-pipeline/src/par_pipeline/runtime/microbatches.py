@@ -1,8 +1,8 @@
-"""A batch as microbatches, and back."""
+"""What goes into a step and comes out of it: a batch, its microbatches, and the result."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,33 @@ from .._torch_private import tree_flatten, tree_leaves, tree_unflatten
 
 Split = Callable[[Any, int], Sequence[Any]]
 """A function from a batch and a number to that many microbatches."""
+
+
+class Batch(NamedTuple):
+    """Batch with keyword arguments, for `forward_backward_step`.
+
+    Attributes:
+        inputs: Positional arguments of a step.
+        kwargs: Keyword arguments for every stage.
+        target: Target of the loss.
+    """
+
+    inputs: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Any
+
+
+class Result(NamedTuple):
+    """Result of a step.
+
+    Attributes:
+        loss: Loss of the batch, a scalar, on the rank with the last stage, or on all ranks with `broadcast_loss`; else
+            None.
+        outputs: Outputs of the last stage for the complete batch, on its rank and with `return_outputs`; else None.
+    """
+
+    loss: Tensor | None
+    outputs: Any
 
 
 class Microbatches(tuple[Any, ...]):

@@ -6,7 +6,7 @@ from functools import partial
 from statistics import median
 from time import perf_counter
 from traceback import clear_frames
-from typing import Any, NamedTuple, Self, get_args
+from typing import Any, Self, get_args
 
 import torch
 import torch.distributed as dist
@@ -27,39 +27,12 @@ from .clock import clock_of
 from .feed import make_feed, shares
 from .gradient_sync import GradientSync
 from .local_stage import LocalStage, across_border
-from .microbatches import Split, merge, split_rows
+from .microbatches import Batch, Result, Split, merge, split_rows
 from .offload import ActivationOffload, Activations
 from .options import DEFAULT_TRANSPORT, LossWeight, SplitWhere, Transport
 from .run import Equipment, Loss, Recorded, StepExecution
-from .shared import Cuts, Shared
+from .shared import Cuts, Shared, check_shared
 from .weight_gradients import SplitBackward
-
-
-class Batch(NamedTuple):
-    """Batch with keyword arguments, for `forward_backward_step`.
-
-    Attributes:
-        inputs: Positional arguments of a step.
-        kwargs: Keyword arguments for every stage.
-        target: Target of the loss.
-    """
-
-    inputs: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    target: Any
-
-
-class Result(NamedTuple):
-    """Result of a step.
-
-    Attributes:
-        loss: Loss of the batch, a scalar, on the rank with the last stage, or on all ranks with `broadcast_loss`; else
-            None.
-        outputs: Outputs of the last stage for the complete batch, on its rank and with `return_outputs`; else None.
-    """
-
-    loss: Tensor | None
-    outputs: Any
 
 
 class Pipeline:
@@ -119,7 +92,7 @@ class Pipeline:
         try:
             if split_backward not in get_args(SplitWhere):
                 raise ValueError(f"split_backward is {split_backward!r}; give 'required' or 'where possible'")
-            _check_shared(shared)
+            check_shared(shared)
             transport.check()
             modules = [stages] if isinstance(stages, nn.Module) else list(stages)
             self.stages = dict(zip(check(modules, schedule, group, self.rank), modules, strict=True))
@@ -509,15 +482,6 @@ class Pipeline:
         value = torch.empty((), dtype=word, device=device) if loss is None else loss.to(device)
         dist.broadcast(value, group=self.group, group_src=root)
         return value
-
-
-def _check_shared(shared: object) -> None:
-    """Raise TypeError if this is no sequence of `Shared`."""
-    if not isinstance(shared, Sequence):
-        raise TypeError(f"shared is a {type(shared).__name__}; give a list of Shared")
-    stranger = next((each for each in shared if not isinstance(each, Shared)), None)
-    if stranger is not None:
-        raise TypeError(f"shared has a {type(stranger).__name__} in it; give a list of Shared")
 
 
 def _connect(*groups: dist.ProcessGroup | None) -> None:

@@ -251,3 +251,12 @@ def _check(parameters_of_holders: Sequence[Sequence[tuple[str, Sharding]]]) -> N
                 f"the holders of shared parameters have {described[0]} and {theirs} (dtype, shape, boxes); give the "
                 "same parameters, in the same order, on each"
             )
+
+
+def check_shared(shared: object) -> None:
+    """Raise TypeError if this is no sequence of `Shared`."""
+    if not isinstance(shared, Sequence):
+        raise TypeError(f"shared is a {type(shared).__name__}; give a list of Shared")
+    stranger = next((each for each in shared if not isinstance(each, Shared)), None)
+    if stranger is not None:
+        raise TypeError(f"shared has a {type(stranger).__name__} in it; give a list of Shared")
