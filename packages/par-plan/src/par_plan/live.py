@@ -1,5 +1,6 @@
 """Plans of models that a program has built already, without communication."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -284,7 +285,9 @@ def plan_budget(
     largest = max((chunk.elements / each[chunk.share].ranks for chunk in sizes.chunks), default=0)
     grain = (largest or sizes.largest / each[0].ranks) * weight
     sources = [state]  # and parameters, with those that are frozen
-    sources += [replace(one, frees=shares, takes=dict.fromkeys(one.takes, shares), grain=grain) for one in units]
+    # An accelerator fetches parameters from its host only.
+    takes = {"host": shares, "disk": shares if gloo else math.inf}
+    sources += [replace(one, frees=shares, takes=takes, grain=grain) for one in units]
     return place_within(kinds, sources, budget, measures=measures, step=step)
 
 

@@ -24,11 +24,15 @@ class MeasuredStep:
         models: Possible saved activations of the layers, for each model.
         held: Number of microbatches whose activations are kept at a time.
         disk: State on the disk, and the speed of the disk.
+        other: Bytes of the device that were in use after the step by anything else than state. Default: 0.
+        peak: Largest number of bytes of the device in use during the step. Default: 0, not measured.
     """
 
     models: tuple[Choices, ...]
     held: float
     disk: DiskUsage
+    other: float = 0.0
+    peak: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +70,13 @@ def plan_measured(spent: BudgetPlan, measured: MeasuredStep) -> MeasuredPlan:
     most = held * sum(max(choice.bytes for choice in one) for one in every)
     layer = max((max(choice.bytes for choice in one) for one in every), default=0)
     on_disk = sum(measured.disk.pieces)
+    # In the first step a unit is gathered only when the one before it is freed.
+    expected = spent.state - spent.kinds.get("two units", 0.0) / 2 + inputs + layer
+    other = max(0.0, measured.other, measured.peak - expected)
+    if other:
+        text = f"other: {format_bytes(other)} of the device go to tensors that are neither state nor what layers keep."
+        reasons_so_far = (*spent.reasons[:-1], text, spent.reasons[-1])
+        spent = replace(spent, kinds={**spent.kinds, "other tensors": other}, reasons=reasons_so_far)
     everything = room = spent.budget.device - spent.state
     if most + on_disk > room:
         room -= layer

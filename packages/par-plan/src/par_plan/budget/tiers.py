@@ -25,7 +25,7 @@ class Offloadable:
     Args:
         name: "optimizer" or "parameters".
         frees: Device memory that becomes free when all of the state is offloaded, in bytes.
-        takes: Memory that all of the state needs on each other tier, in bytes.
+        takes: Memory that all of the state needs on each other tier, in bytes; inf if it cannot be on the tier.
         beside: Further bytes of host memory if all of it is offloaded to any tier, such as gradients for the host's
             step.
         grain: Bytes of the largest indivisible part; 0 means that any fraction is possible.
@@ -150,7 +150,8 @@ def _no_room(
     """
     by_name = {source.name: source for source in sources}
     source = by_name[list(parts)[-1]]
-    tier = next((tier for tier in reversed(AWAY) if rooms.get(tier, 0) > 0), "host")
+    possible = [tier for tier in AWAY if rooms.get(tier, 0) > 0 and math.isfinite(source.takes[tier])]
+    tier = possible[-1] if possible else "host"
     tier = "host" if left["host"] < -_NOTHING * source.frees else tier
     missing = part * source.takes[tier] + max(0.0, -left["host"])
     have = ", ".join(f"the {tier} has {format_bytes(rooms.get(tier, 0))}" for tier in AWAY)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import JointOptimizer, agree, attributes, kept_tensors, together
+from par_groups import JointOptimizer, agree, attributes, format_bytes, kept_tensors, together
 from par_layers import initialize, parallelize
 from par_layers.pretrained import pretrained_of
 from par_pipeline import PipelineStages, build_model_stages, build_stages, remove_foreign_parameters_
@@ -27,6 +27,7 @@ from par_zero import (
     disk_usage,
     needs_full_tensors,
     reload_state,
+    residency,
     shard,
     shard_state_,
     state_counter_bytes,
@@ -212,15 +213,25 @@ def _spent(model: nn.Module, optimizer: Optimizer, strategy: Setup, budget: Budg
     tensors = (number for part in sizes.parts for number in part.tensors)
     counts = sum(state_counter_bytes(*groups[number], torch.float32) for number in tensors)
     most = 1 + bool(budget.host) + bool(budget.disk)  # a tensor of the optimizer becomes one tensor in each tier
-    return plan_budget(
+    ranks = [strategy.groups.size(axes) for axes in (strategy.averaged_over, EXPERT_COPIES)[: len(sizes.parts)]]
+    spent = plan_budget(
         replace(sizes, beside=sizes.beside + counts * most),
         budget,
         slots=math.ceil(max(widths, default=0) / torch.float32.itemsize),
-        ranks=[strategy.groups.size(axes) for axes in (strategy.averaged_over, EXPERT_COPIES)[: len(sizes.parts)]],
+        ranks=ranks,
         job=strategy.job(),
         gloo=strategy.device.type == "cpu",
         measures=measures,
     )
+    away, fetched = (spent.shares.part(name) for name in ("optimizer", "parameters"))
+    if strategy.device.type == "cpu" or not away:
+        return spent
+    # Only what the device keeps is copied back to it. Each unit on the host is fetched for forward and for backward.
+    numbers, sharded = strategy.job().numbers, strategy.options.stage > 0
+    own = sum(sum(part.trained) / (count if sharded else 1) for part, count in zip(sizes.parts, ranks, strict=True))
+    out, into = own * away * numbers.gradient, own * numbers.weight * (max(0.0, away - fetched) + 2 * fetched)
+    link = f"link: a step copies {format_bytes(out)} to the host and {format_bytes(into)} to the device."
+    return replace(spent, reasons=(*spent.reasons[:-1], link, spent.reasons[-1]))
 
 
 def spend_measured(models: Sequence[nn.Module], strategy: Setup) -> None:
@@ -237,9 +248,19 @@ def spend_measured(models: Sequence[nn.Module], strategy: Setup) -> None:
     assert spent is not None  # noqa: S101 - the caller has checked
     with together("memory", None):
         # One engine serves all models of the optimizer, so the first model answers for all of them.
-        disk = disk_usage(models[0]) if spent.shares.parts.get("optimizer", {}).get("disk") else DiskUsage(pieces=())
+        # State that an accelerator's host loads from the disk would not fit there: the disk has what the host has not.
+        on_accelerator = strategy.device.type != "cpu"
+        uses_disk = spent.shares.parts.get("optimizer", {}).get("disk") and not on_accelerator
+        disk = disk_usage(models[0]) if uses_disk else DiskUsage(pieces=())
         found = choices(both) if any(_layers_of(model) for model in models) else ()
-        rest = plan_measured(spent, MeasuredStep(models=found, held=_at_a_time(strategy), disk=disk))
+        # Only an accelerator's allocator counts. Its peak is that of the step, as `initialize` has reset it.
+        peak = other = 0
+        if on_accelerator:
+            counted = torch.accelerator.memory_allocated(strategy.device) - residency(models[0]).total()
+            peaks = agree(None, (torch.accelerator.max_memory_allocated(strategy.device), counted), None).values()
+            peak, other = (max(each) for each in zip(*peaks, strict=True))
+        measured = MeasuredStep(models=found, held=_at_a_time(strategy), disk=disk, other=other, peak=peak)
+        rest = plan_measured(spent, measured)
         recalled = reload_state(models[0], rest.recall) if rest.recall else 0
         if found:
             set_budget(both, *rest.budgets)

@@ -212,6 +212,8 @@ class Strategy(StrategyFiles):
                 with together(f"plugin {plugin.name!r}", None):
                     wired[number] = plugin.setup_dataloader(wired[number], self)
         self._bundles += bundles
+        if self.spent is not None and self.spent.is_open and self.device.type != "cpu":
+            torch.accelerator.reset_peak_memory_stats(self.device)  # the first step is measured
         self.steps = self.steps  # seeds torch's generators: the plugins have drawn from them
         results = tuple(wired[id(given)] for given in objects)
         return results[0] if len(results) == 1 else results
