@@ -84,6 +84,38 @@ def test_a_checkpoint_of_a_stage_goes_on_at_every_other_and_in_smaller_worlds(st
             torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("stage", [0, *(pytest.param(each, marks=pytest.mark.storm) for each in (1, 2)), 3])
+@pytest.mark.ranks(4, timeout=120)
+def test_reshard_of_a_stage_continues_at_every_other(stage, tmp_path):
+    world = dist.group.WORLD
+    module, optimizer = sharded(stage, world)
+    steps(module, optimizer, world, 0)
+    before, moved = whole(module), []
+    for other in STAGES:
+        target = sharded(other, world, seed=1)
+        moved.append(target)
+        par_checkpoint.reshard(
+            par_checkpoint.State(model=module, optimizer=optimizer),
+            par_checkpoint.State(model=target[0], optimizer=target[1]),
+            verify=True,
+        )
+        assert_equal(whole(target[0]), before)
+    target = model(2), None
+    optimizer_on_disk = adamw(target[0])
+    offload = Offload(optimizer="disk", path=tmp_path, piece=1024)
+    shard(target[0], optimizer_on_disk, stage=2, group=world, offload=offload, overlap={"bucket": 1000})
+    moved.append((target[0], optimizer_on_disk))
+    par_checkpoint.reshard(
+        par_checkpoint.State(model=module, optimizer=optimizer),
+        par_checkpoint.State(model=target[0], optimizer=optimizer_on_disk),
+    )
+    steps(module, optimizer, world, 2)
+    expected = whole(module)
+    for one, its in moved:
+        steps(one, its, world, 2)
+        assert_equal(whole(one), expected)
+
+
 @pytest.mark.ranks(2)
 def test_a_checkpoint_of_plain_training_goes_on_under_zero(tmp_path):
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
