@@ -1,12 +1,16 @@
 """Every rule of the strict device: a program that breaks it is named, and its mended twin is not."""
 
 import ctypes
+import gc
 import os
+import threading
+import time
 
 import pytest
 import torch
 
 from par_testing import HostAccessError, HostWaitError, RaceError, pageable_seen, step, waits_seen
+from par_testing.accelerator.state import state
 
 SIZE = 1024
 
@@ -301,3 +305,30 @@ def test_tensors_of_host_and_device_do_not_mix():
     with pytest.raises(RuntimeError, match=r"add got a tensor on the host, \[4\], together with tensors on the device"):
         ones(4) + torch.ones(4)
     assert (ones(4) + torch.tensor(1.0)).sum().item() == 8  # a number of the host travels with the launch
+
+
+@pytest.mark.accelerator
+def test_garbage_collected_in_a_call_stops_no_other_thread():
+    x, finished = ones(), threading.Barrier(3)
+
+    def collected(*_):  # as a finalizer in Python, which lets another thread take the interpreter's lock
+        time.sleep(1e-4)
+
+    def call():
+        opened, kept = state.native.open("call"), []
+        for number in range(1000):
+            gc.set_threshold(1 + number % 7)  # so that each allocation of a call starts a collection at some time
+            kept.append((state.native.use(opened, x, False), [[] for _ in range(number % 5)]))
+        finished.wait()
+
+    threshold = gc.get_threshold()
+    gc.freeze()
+    gc.callbacks.append(collected)
+    try:
+        for _ in range(2):
+            threading.Thread(target=call, daemon=True).start()
+        finished.wait(60)
+    finally:
+        gc.callbacks.remove(collected)
+        gc.set_threshold(*threshold)
+        gc.unfreeze()

@@ -167,12 +167,17 @@ static std::string described(const at::Tensor& t) {
 }
 // The CPU's view of a tensor that a call uses, and the earlier access that is in the way, if there is one.
 static py::tuple use(const CallPtr& call, const at::Tensor& t, bool write) {
-  Locked lock(mutex_);
-  auto bytes = Bytes::of(t);
   std::optional<Access> other;
-  if (bytes.begin != bytes.end) other = touch(call, bytes, write, described(t));
+  std::shared_ptr<Owner> owner;
+  {
+    Locked lock(mutex_);
+    auto bytes = Bytes::of(t);
+    if (bytes.begin != bytes.end) other = touch(call, bytes, write, described(t));
+    if (other) owner = block_of(bytes.begin)->owner;
+  }
+  // Objects of Python are made without the mutex. Making one may collect garbage, whose finalizers hand the
+  // interpreter's lock to a thread that waits for the mutex, and neither thread would go on.
   if (!other) return py::make_tuple(cpu_view(t), py::none());
-  auto& owner = block_of(bytes.begin)->owner;
   auto again = other->owner != owner ? py::make_tuple(other->owner->taken, other->owner->freed, owner->taken) : py::tuple();
   return py::make_tuple(cpu_view(t), py::make_tuple(other->call, other->write, other->what, described(t), again));
 }
@@ -296,8 +301,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     Locked lock(mutex_);
     double host = settled(host_now());
     for (auto& q : queues_) settled(q.given[thread_]);
-    py::list streams;
-    for (auto& q : queues_) streams.append(py::make_tuple(q.given[thread_].value(), std::exchange(q.waited, {})));
-    return py::make_tuple(host, streams);
+    std::vector<std::pair<double, std::map<std::string, double>>> streams;
+    for (auto& q : queues_) streams.emplace_back(q.given[thread_].value(), std::exchange(q.waited, {}));
+    return std::make_pair(host, streams);  // becomes objects of Python without the mutex, see `use`
   });
 }
