@@ -33,6 +33,8 @@ from .requests import exchange_requests
 from .wanted import MemoryPiece, PieceRequests, Wanted, halved, pieces_of
 
 _ALONE = 1 << 18  # bytes of a piece above which a copy costs more than a message
+_BUFFERS = 4  # messages each way that travel while the next one is packed
+_MESSAGE = 1 << 22  # maximum bytes of a message: a core's cache still holds what was packed when gloo reads it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +159,9 @@ class MemorySource:
         asked = exchange_requests(ranks, rows_by_giver)
         outgoing = {taker: pieces_of(rows, self.tensors, self._order) for taker, rows in asked.items()}
         requests.local.sort(key=lambda piece: piece.tensor)
-        exchange = PieceExchange[MemoryPiece](ranks, _packed_size, limit=self.options.budget // 2, alone=_ALONE)
+        exchange = PieceExchange[MemoryPiece](
+            ranks, _packed_size, limit=self._message, alone=min(_ALONE, self._message), buffers=_BUFFERS
+        )
         for first, stop in self._rounds(section):
             # Targets on the meta device get memory round by round, while the source frees memory.
             inside = [(wanted, target) for wanted, target in self._wanted(targets) if first <= wanted.tensor < stop]
@@ -288,8 +292,12 @@ class MemorySource:
     def _between(self, pieces: Sequence[MemoryPiece], first: int, stop: int) -> list[MemoryPiece]:
         """Return the pieces of tensors `first` to `stop` - 1, in parts that fit into a buffer."""
         begin, end = (bisect_left(pieces, number, key=lambda piece: piece.tensor) for number in (first, stop))
-        limit = self.options.budget // 2
-        return [part for piece in pieces[begin:end] for part in halved(piece, limit // piece.dtype.itemsize)]
+        return [part for piece in pieces[begin:end] for part in halved(piece, self._message // piece.dtype.itemsize)]
+
+    @property
+    def _message(self) -> int:
+        """Maximum bytes of a message: the budget holds the buffers of both directions."""
+        return min(self.options.budget // (2 * _BUFFERS), _MESSAGE)
 
     def _local_states(self, targets: Iterable[tuple[Wanted, FillTarget]]) -> dict[int, LocalState]:
         """Return the tensors to fill, by copy. Tensors on the meta device get memory."""

@@ -1,6 +1,8 @@
 """Messages between ranks: the claims of each rank, and then elements, in rounds of two buffers."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import zip_longest
 from typing import Generic, TypeVar
 
@@ -9,11 +11,13 @@ import torch
 from par_groups import Claims
 
 from ..plan.tasks import BlockPiece, Task
-from .ranks import Ranks, words
+from .ranks import PeerTransfer, Ranks, words
 
 Piece = TypeVar("Piece")
 Pairs = Mapping[int, Sequence[Piece]]
 """By rank at the other end: its pieces, in the order in which they are packed."""
+
+_UNDER_WAY = 64  # messages in one direction that may be under way at the same time
 
 
 def words_of(claims: Claims, rank: int) -> list[int]:
@@ -52,8 +56,53 @@ class ReusedBuffer:
         return self._memory[:size]
 
 
+class MessageWindow:
+    """The messages under way in one direction, and the buffers that they use round-robin.
+
+    Args:
+        buffers: Number of buffers.
+    """
+
+    def __init__(self, buffers: int) -> None:
+        self._buffers = [ReusedBuffer() for _ in range(buffers)]
+        self._next = 0
+        # In the order in which they began: the transfer, the number of its buffer or None, and what ends it.
+        self._under_way: deque[tuple[PeerTransfer, int | None, Callable[[], object]]] = deque()
+
+    def buffer(self, size: int) -> torch.Tensor:
+        """Return the next buffer, after the message that used it last has ended."""
+        while any(buffer == self._next for _, buffer, _ in self._under_way):
+            self._end_first()
+        return self._buffers[self._next].of(size)
+
+    def begin(self, transfer: PeerTransfer, *, uses_buffer: bool, end: Callable[[], object] = lambda: None) -> None:
+        """Add a message.
+
+        Args:
+            transfer: The message.
+            uses_buffer: Whether it is in the memory that `buffer` has returned.
+            end: Function that is called once it has been transferred.
+        """
+        self._under_way.append((transfer, self._next if uses_buffer else None, end))
+        if uses_buffer:
+            self._next = (self._next + 1) % len(self._buffers)
+        if len(self._under_way) > _UNDER_WAY:
+            self._end_first()
+
+    def finish(self) -> None:
+        """Wait for all messages."""
+        while self._under_way:
+            self._end_first()
+
+    def _end_first(self) -> None:
+        """Wait for the message that began first."""
+        transfer, _, end = self._under_way.popleft()
+        transfer.wait()
+        end()
+
+
 class PieceExchange(Generic[Piece]):
-    """The buffers of all rounds, one each way.
+    """The buffers of all rounds, the same number each way.
 
     Args:
         ranks: The communicator.
@@ -62,6 +111,7 @@ class PieceExchange(Generic[Piece]):
             go in one.
         alone: Bytes of a piece from which on it has a message of its own, so that no end need copy it if it is
             contiguous there; the same on every rank. None: pieces share messages.
+        buffers: Number of buffers each way. With several, a rank packs one message while others travel.
     """
 
     def __init__(
@@ -71,9 +121,10 @@ class PieceExchange(Generic[Piece]):
         *,
         limit: int | None = None,
         alone: int | None = None,
+        buffers: int = 1,
     ) -> None:
         self._ranks, self._packed_size, self._limit, self._alone = ranks, packed_size, limit, alone
-        self._leaving, self._arriving = ReusedBuffer(), ReusedBuffer()
+        self._leaving, self._arriving = MessageWindow(buffers), MessageWindow(buffers)
 
     def run(
         self,
@@ -86,8 +137,7 @@ class PieceExchange(Generic[Piece]):
     ) -> None:
         """Send and receive the pieces of one wave of a round.
 
-        In step s, rank r sends to r + s and receives from r - s. So no two steps can wait for each other in a circle,
-        and there is never more than one buffer each way.
+        In step s, rank r sends to r + s and receives from r - s.
 
         Args:
             outgoing: Pieces to send, by rank.
@@ -97,31 +147,32 @@ class PieceExchange(Generic[Piece]):
             take: Function that unpacks pieces.
             place: Function that returns the memory of received pieces if they need no unpacking.
         """
-        ranks = self._ranks
+        ranks, sending, receiving = self._ranks, self._leaving, self._arriving
         # Only steps with any message are run; ranks need not agree, because messages are matched pair by pair.
         steps = {(to - ranks.rank) % ranks.size for to in outgoing}
         steps |= {(ranks.rank - source) % ranks.size for source in incoming}
+        # A message has the same step and the same number in its step on both ranks, and both begin and end messages in
+        # this order. So both ends of the first message that has not ended reach it, and no ranks wait in a circle.
         for step in sorted(steps):
             to, source = (ranks.rank + step) % ranks.size, (ranks.rank - step) % ranks.size
             for leaving, coming in zip_longest(self._parcels(outgoing, to), self._parcels(incoming, source)):
-                sending = receiving = home = None
                 if coming is not None:
                     size, home = self._packed_size(coming), place(coming)
-                    if home is not None and home.numel() < size:  # a buffer ends with a multiple of its alignment
-                        home = None
-                    arrived = self._arriving.of(size) if home is None else home
                     # The receive is posted before the send is packed, so that the peer's message arrives during the
                     # packing.
-                    receiving = ranks.receive(arrived, source)
+                    if home is not None and home.numel() == size:  # the message of several pieces has padding
+                        receiving.begin(ranks.receive(home, source), uses_buffer=False)
+                    else:
+                        arrived = receiving.buffer(size)
+                        receiving.begin(
+                            ranks.receive(arrived, source), uses_buffer=True, end=partial(take, coming, arrived)
+                        )
                 if leaving is not None:
-                    buffer = fill(to, leaving, self._leaving.of(self._packed_size(leaving)))
-                    sending = ranks.send(buffer, to)
-                if receiving is not None:
-                    receiving.wait()
-                    if home is None:
-                        take(coming, arrived)
-                if sending is not None:
-                    sending.wait()
+                    buffer = sending.buffer(self._packed_size(leaving))
+                    packed = fill(to, leaving, buffer)
+                    sending.begin(ranks.send(packed, to), uses_buffer=packed.data_ptr() == buffer.data_ptr())
+        receiving.finish()
+        sending.finish()
 
     def _parcels(self, pairs: Pairs[Piece], peer: int) -> Iterator[Sequence[Piece]]:
         """Yield the pieces for or from a rank, as many at a time as fit into one buffer, at least one."""
