@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from .sharding.joint import JointOptimizer
     from .sharding.kept_dtype import kept_tensors
     from .sharding.merging import merge_claims
-    from .sharding.on_grid import on_grid
+    from .sharding.on_grid import EXACT_LIMIT, exact_sum, on_grid
     from .sharding.optimizers import has_stepped, zero_grad_
     from .sharding.ownership import check_owned
     from .sharding.segments import (
@@ -78,6 +78,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "EXACT_LIMIT",
     "EXPERTS",
     "METADATA_OPERATIONS",
     "SCALARS",
@@ -130,6 +131,7 @@ __all__ = [
     "data_axes",
     "digest_of",
     "error_text",
+    "exact_sum",
     "follow_written_",
     "format_bytes",
     "format_seconds",
@@ -211,7 +213,7 @@ _MODULE_OF = {
         "sharding.joint": ("JointOptimizer",),
         "sharding.kept_dtype": ("kept_tensors",),
         "sharding.merging": ("merge_claims",),
-        "sharding.on_grid": ("on_grid",),
+        "sharding.on_grid": ("EXACT_LIMIT", "exact_sum", "on_grid"),
         "sharding.optimizers": ("has_stepped", "zero_grad_"),
         "sharding.ownership": ("check_owned",),
         "sharding.segments": (

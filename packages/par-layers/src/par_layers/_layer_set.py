@@ -142,7 +142,7 @@ class LayerSet(LayerSetOperations):
             init: Init rule of the weight; default: torch.nn.Linear's, uniform in +-1/sqrt(K).
         """
         check_divides(out_features, self.rules.column.rows, self.grid, "out_features")
-        check_lanes(out_features, self.rules.lanes, "out_features")
+        check_lanes(out_features, self.rules.lanes.tensor, "out_features")
         rows = [Rows(length=out_features, axes=self.rules.column.rows)]
         column = self._column(rows, in_features, bias, init, then=self.rules.to_residual)
         return self._made(column, self.rules.residual, self.rules.residual)
@@ -169,10 +169,10 @@ class LayerSet(LayerSetOperations):
             init: Init rule of the weight; default: torch.nn.Linear's, uniform in +-1/sqrt(K).
         """
         rows = block_rows(out_features, blocks, unit, self.rules.column.rows, self.grid)
-        check_head(unit if unit > 1 else HEAD, self.rules.lanes)
+        check_head(unit if unit > 1 else HEAD, self.rules.lanes.tensor)
         for run in rows:
-            check_lanes(run.length, self.rules.lanes, "a block of out_features")
-            if run.sum_over and self.rules.lanes > 1:
+            check_lanes(run.length, self.rules.lanes.tensor, "a block of out_features")
+            if run.sum_over and self.rules.lanes.tensor > 1:
                 raise ValueError(
                     f"a block of {run.length} features has fewer units of {unit} than tensor ranks, which would add "
                     "partial gradients of copies; use fewer tensor ranks with numerics='canonical'"
@@ -193,7 +193,7 @@ class LayerSet(LayerSetOperations):
         """
         rules = self.rules
         check_divides(out_features, rules.row.rows, self.grid, "out_features")
-        check_lanes(in_features, rules.lanes, "in_features")
+        check_lanes(in_features, rules.lanes.tensor, "in_features")
         row = ParallelLinear(
             [Rows(length=out_features, axes=rules.row.rows)],
             in_features,
@@ -242,7 +242,8 @@ class LayerSet(LayerSetOperations):
             features: Features of the residual stream.
             init: Init rule of the vectors; default: normal(0.02).
         """
-        made = ParallelPositionEmbedding(length, features, self._places(self.rules.residual), init)
+        places, parameters = self._places(self.rules.residual), self.rules.token_parameters
+        made = ParallelPositionEmbedding(length, features, places, parameters, init)
         return self._made(made, self.rules.residual, self.rules.residual)
 
     def PatchEmbedding(self, patch: int, channels: int, features: int) -> ParallelPatchEmbedding:  # noqa: N802
@@ -267,7 +268,7 @@ class LayerSet(LayerSetOperations):
             features: Features of the residual stream.
             eps: Addend of the variance.
         """
-        norm = ParallelNorm(features, self.rules.residual, self.grid, mean=True, eps=eps)
+        norm = ParallelNorm(features, self.rules, self.grid, mean=True, eps=eps)
         return self._made(norm, self.rules.residual, self.rules.residual)
 
     def RMSNorm(self, features: int, eps: float = 1e-6) -> ParallelNorm:  # noqa: N802
@@ -277,7 +278,7 @@ class LayerSet(LayerSetOperations):
             features: Features of the residual stream.
             eps: Addend of the mean square.
         """
-        norm = ParallelNorm(features, self.rules.residual, self.grid, mean=False, eps=eps)
+        norm = ParallelNorm(features, self.rules, self.grid, mean=False, eps=eps)
         return self._made(norm, self.rules.residual, self.rules.residual)
 
     def Dropout(self, p: float, *, inner: bool = False) -> ParallelDropout:  # noqa: N802
@@ -336,7 +337,7 @@ class LayerSet(LayerSetOperations):
         """
         if self.mode not in (None, "1d") and self.rules != ModeRules():
             raise ValueError(f"mode={self.mode!r}: experts need mode '1d' or one device; use layer_set('1d', groups)")
-        if self.rules.lanes > 1:
+        if self.rules.lanes.tensor > 1:
             raise ValueError("experts have no products in lanes so far; use one tensor lane with numerics='canonical'")
         made = make_moe(
             hidden_size,
@@ -380,7 +381,7 @@ class LayerSet(LayerSetOperations):
             tied: Embedding of this layer set whose table is the weight; None for a weight of its own.
             init: Init rule of an own weight; default: uniform in +-1/sqrt(h).
         """
-        check_lanes(vocabulary, self.rules.lanes, "the vocabulary")
+        check_lanes(vocabulary, self.rules.lanes.tensor, "the vocabulary")
         made = ParallelVocabClassifier(hidden, vocabulary, self.rules, self.grid, tied=tied, init=init)
         return self._made(made, self.rules.residual, self.rules.inner)
 

@@ -11,9 +11,11 @@ from torch.nn import functional
 from par_groups import LaneCounts, ProcessGroups, Topology
 from par_layers import initialize, layer_set, parallelize
 from par_layers.examples.gpt import GPT
+from par_layers.modes.chunks import ChunkedParameters, ChunkSums
 from par_layers.modes.grid import Grid
 from par_layers.modes.lanes import LaneColumn, LaneLosses, LaneRow, rules_in_lanes
 from par_layers.modes.token_losses import LossOptions, token_losses
+from par_layers.modes.token_parameters import TokenParameters
 from par_testing import count_collectives
 
 LANES = LaneCounts(data=1, tensor=4)
@@ -32,8 +34,8 @@ def outcome(product, x, weight, bias, upstream):
     return [y.detach(), *(each.grad for each in inputs)]
 
 
-def live(size):
-    topology = Topology.from_config({"tensor": {"size": size, "mode": "1d"}}, dist.get_world_size())
+def live(size, **options):
+    topology = Topology.from_config({"tensor": {"size": size, "mode": "1d", **options}}, dist.get_world_size())
     return ProcessGroups(topology)
 
 
@@ -130,6 +132,33 @@ def test_gpt_over_ranks_has_the_bits_of_one_rank():
     assert all(map(torch.equal, *found))
 
 
+def gradients_of_tokens(parameters, x, ids, first):
+    """The gradients of a norm's parameters and of a table, whose rows are looked up and added by position."""
+    weight, bias = (numbers(WIDTH, seed=seed).requires_grad_() for seed in (1, 2))
+    table = numbers(16, WIDTH, seed=3).requires_grad_()
+    y = parameters.norm(parameters.add_positions(x, table, first), weight, bias, eps=1e-5, mean=True)
+    (y * parameters.look_up(ids, table) / 64).sum().backward()
+    return [each.grad.double() for each in (weight, bias, table)]
+
+
+def test_gradients_in_chunks_are_those_of_torch():
+    x, ids = numbers(2, 16, WIDTH), torch.arange(32).view(2, 16) % 7
+    found = gradients_of_tokens(ChunkedParameters(ChunkSums(4, cut=False)), x, ids, 0)
+    torch.testing.assert_close(found, gradients_of_tokens(TokenParameters(), x, ids, 0), rtol=1e-4, atol=1e-5)
+
+
+def test_chunks_on_two_ranks_add_up_to_the_bits_of_one():
+    x = numbers(2, 16, WIDTH) / 64
+    one = ChunkSums(4, cut=False).of_tokens(x)
+    assert torch.equal(sum(ChunkSums(2, cut=True).of_tokens(half) for half in x.chunk(2, 1)), one)
+    assert not torch.equal(ChunkSums(1, cut=False).of_tokens(x), one)  # so this test can fail
+
+
+def test_sums_of_chunks_beyond_the_exact_range_are_as_large():
+    x = torch.tensor([5.0, 5.0, -5.0, -4.0]).view(1, 4, 1)
+    assert ChunkSums(4, cut=False).of_tokens(x) == 19
+
+
 # What has no form in lanes
 
 
@@ -175,6 +204,33 @@ def test_existing_model_of_a_size_without_lanes_raises_unchanged():
     with pytest.raises(ValueError, match="'up' is 96, which does not divide into 4 lanes"):
         parallelize(model, layer_set(None, lanes=LANES), {"up": "colwise", "down": "rowwise"})
     assert type(model.up) is nn.Linear
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(128, 128), Mlp(hidden=128))])
+
+    def forward(self, x):
+        return self.layers[0](x)
+
+
+@pytest.mark.ranks(2)
+def test_replicated_linear_under_sequence_parallelism_raises():
+    plan = {"layers.*.1.up": "colwise", "layers.*.1.down": "rowwise"}
+    with live(2, sequence_parallel=True) as groups:
+        layers = layer_set("auto", groups, lanes=LANES)
+        with pytest.raises(ValueError, match=r"'layers.0.0.weight' has a gradient that is a sum .* a Linear"):
+            parallelize(Layers(), layers, plan)
+
+
+@pytest.mark.ranks(2)
+def test_sequence_that_does_not_divide_into_chunks_raises():
+    with live(2, sequence_parallel=True) as groups:
+        norm = layer_set("auto", groups, lanes=LANES).LayerNorm(128)
+        initialize(norm, 0)
+        with pytest.raises(ValueError, match="a rank has 5 tokens of a sequence, which do not divide into 2 chunks"):
+            norm(torch.ones(1, 5, 128))
 
 
 @pytest.mark.parametrize("rule", ["packed_rowwise", "all_reduce"])

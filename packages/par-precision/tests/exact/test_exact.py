@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from par_groups import on_grid
-from par_precision.exact.grid import LIMIT, GridHooks
+from par_groups import EXACT_LIMIT, on_grid
+from par_precision.exact.grid import GridHooks
 from par_precision.exact.squares import exact_squares, squares_of
 
 floats = st.floats(-1, 1, width=32)
@@ -37,7 +37,7 @@ def test_numbers_off_the_grid_have_sums_that_depend_on_their_order():
     """So the first test can fail."""
     values = [1.0, 2.0**-53, 2.0**-53]
     assert (values[0] + values[1]) + values[2] != values[0] + (values[1] + values[2])
-    assert LIMIT == 2.0**3  # 53 bits from 2**-50 upwards
+    assert EXACT_LIMIT == 2.0**3  # 53 bits from 2**-50 upwards
 
 
 @given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=50), st.randoms())

@@ -1,6 +1,12 @@
 """Gradients rounded to multiples of 2**-50, whose fp64 sums are exact while they stay below 8."""
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
+
+EXACT_LIMIT = 8.0
+"""Absolute value that no partial sum of rounded gradients may reach."""
 
 _SHIFT = 6.0
 """Summand that rounds to the grid: fp64 numbers between 4 and 8 are multiples of 2**-50."""
@@ -16,3 +22,15 @@ def on_grid(gradient: Tensor) -> Tensor:
         gradient: A gradient of one loss, of any shape, with elements below 2.
     """
     return gradient.double().add_(_SHIFT).sub_(_SHIFT)
+
+
+def exact_sum(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the fp64 sum of gradients that are rounded one by one, so that their order does not matter.
+
+    Args:
+        gradients: Parts of a gradient, of one shape. If their absolute values add up to 8 or more, this number is the
+            result. The check of a step then raises, although the sum itself may be small again.
+    """
+    rounded = torch.stack([on_grid(each) for each in gradients])
+    bound = rounded.abs().sum(0)
+    return torch.where(bound < EXACT_LIMIT, rounded.sum(0), bound)

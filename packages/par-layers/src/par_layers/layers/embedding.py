@@ -14,6 +14,7 @@ from ..modes.grid import Axes, Grid
 from ..modes.layout import ActivationLayout, part
 from ..modes.product_1d import SEQUENCE
 from ..modes.rules import ModeRules
+from ..modes.token_parameters import TokenParameters
 from .linear import check_divides
 from .parallel_layer import ParallelLayer
 from .parameter import Bits, ByPlace, Init, Rows, constant, make_parameter, normal, uniform
@@ -35,7 +36,7 @@ class ParallelEmbedding(ParallelLayer):
         super().__init__()
         check_divides(features, rules.residual.features, grid, "features")
         self.vocabulary = vocabulary
-        self._layout, self._grid = rules.residual, grid
+        self._layout, self._grid, self._token_parameters = rules.residual, grid, rules.token_parameters
         others = [(features, rules.residual.features)]
         self.weight = make_parameter(
             [Rows(length=vocabulary)], others, grid, init or normal(1.0), rules.residual.tokens
@@ -49,7 +50,7 @@ class ParallelEmbedding(ParallelLayer):
                 sequence does not divide.
         """
         check_ids(ids, self.vocabulary)
-        return functional.embedding(cut_tokens(ids, self._layout, self._grid), self.weight)
+        return self._token_parameters.look_up(cut_tokens(ids, self._layout, self._grid), self.weight)
 
 
 class ParallelVocabEmbedding(ParallelLayer):
@@ -107,7 +108,7 @@ class ParallelVocabEmbedding(ParallelLayer):
         if grid.size(rules.vocabulary_gathered) > 1:
             table = all_gather_to(table, grid.group(rules.vocabulary_gathered), 0)
         if grid.size(rules.vocabulary) == 1:
-            return functional.embedding(cut_tokens(ids, rules.residual, grid), table, self.padding_id)
+            return rules.token_parameters.look_up(cut_tokens(ids, rules.residual, grid), table, self.padding_id)
         looked_up = self._look_up(cut_batch(ids, self._batch_before, grid), table)
         group = grid.group(rules.vocabulary)
         # The ranks that hold other rows of the table also hold other rows of the batch, so each keeps only its batch
@@ -134,7 +135,7 @@ class ParallelVocabEmbedding(ParallelLayer):
         if padding not in range(length):
             padding = None
         # Ids of other ranks look up row 0, because an index must be valid; their result is replaced by zeros.
-        rows = functional.embedding(local.masked_fill(elsewhere, 0), table, padding)
+        rows = self._rules.token_parameters.look_up(local.masked_fill(elsewhere, 0), table, padding)
         # A negative zero: the sum with it preserves a zero of either sign.
         return rows.masked_fill(elsewhere.unsqueeze(-1), -0.0)
 
@@ -150,15 +151,23 @@ class ParallelPositionEmbedding(ParallelLayer):
         length: Maximum sequence length.
         features: Number of features of the residual stream.
         places: Token positions of activations in the residual layout.
+        token_parameters: Look-ups of the mode.
         init: Initialization; default: normal(0.02).
     """
 
-    def __init__(self, length: int, features: int, places: Places, init: Init | None = None) -> None:
+    def __init__(
+        self,
+        length: int,
+        features: int,
+        places: Places,
+        token_parameters: TokenParameters,
+        init: Init | None = None,
+    ) -> None:
         super().__init__()
         layout, grid = places.layout, places.grid
         check_divides(features, layout.features, grid, "features")
         self.length = length
-        self._places = places
+        self._places, self._token_parameters = places, token_parameters
         others = [(features, layout.features)]
         self.weight = make_parameter([Rows(length=length)], others, grid, init or normal(0.02), layout.tokens)
 
@@ -176,12 +185,12 @@ class ParallelPositionEmbedding(ParallelLayer):
         if self._places.are_told(tokens):
             positions, length = self._places.in_document(x, tokens, "PositionEmbedding")
             self._check(length)
-            return x + functional.embedding(positions, self.weight)
+            return x + self._token_parameters.look_up(positions, self.weight)
         axes, grid = self._places.layout.sequence, self._places.grid
         local_length = x.shape[SEQUENCE]
         self._check(local_length * grid.size(axes))
         first = grid.index(axes) * local_length
-        return x + self.weight[first : first + local_length]
+        return self._token_parameters.add_positions(x, self.weight, first)
 
     def _check(self, length: int) -> None:
         if length > self.length:

@@ -6,12 +6,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
 from .._collectives import finish, start_all_reduce
 from ..modes.arithmetic import autocast_dtype
 from ..modes.grid import Grid
-from ..modes.layout import ActivationLayout, check_features
+from ..modes.layout import check_features
+from ..modes.rules import ModeRules
 from .linear import check_divides
 from .parallel_layer import ParallelLayer
 from .parameter import Rows, constant, make_parameter
@@ -24,20 +24,21 @@ class ParallelNorm(ParallelLayer):
 
     Args:
         features: Features of the residual stream.
-        layout: Layout of the activations; weights are sharded like its features.
+        rules: Rules of the mode; weights are sharded like the features of the residual stream.
         grid: Coordinates of this rank.
         mean: Whether the layer subtracts the mean and adds a bias.
         eps: Number that is added to the variance.
     """
 
-    def __init__(self, features: int, layout: ActivationLayout, grid: Grid, *, mean: bool, eps: float) -> None:
+    def __init__(self, features: int, rules: ModeRules, grid: Grid, *, mean: bool, eps: float) -> None:
         super().__init__()
+        layout = rules.residual
         check_divides(features, layout.features, grid, "features")
         rows = [Rows(length=features, axes=layout.features)]
         self.features, self.eps, self._layout = features, eps, layout
         self.weight = make_parameter(rows, [], grid, constant(1.0), layout.tokens)
         self.bias = make_parameter(rows, [], grid, constant(0.0), layout.tokens) if mean else None
-        self._mean = mean
+        self._mean, self._token_parameters = mean, rules.token_parameters
         self._group = grid.group(layout.features) if grid.size(layout.features) > 1 else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -48,9 +49,7 @@ class ParallelNorm(ParallelLayer):
         if (x.dtype in _HALF or weight.dtype in _HALF) and autocast_dtype(x) is not None:
             x, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
         if self._group is None:
-            if self._mean:
-                return functional.layer_norm(x, (self.features,), weight, bias, self.eps)
-            return functional.rms_norm(x, (self.features,), weight, self.eps)
+            return self._token_parameters.norm(x, weight, bias, eps=self.eps, mean=self._mean)
         normal: Tensor = _Normalise.apply(x, self._group, self.features, self.eps, self._mean)  # type: ignore[no-untyped-call]
         scaled = normal * weight
         return (scaled if bias is None else scaled + bias).to(x.dtype)  # weights may be wider

@@ -23,7 +23,7 @@ from .dropout import AdoptedDropout, SameDraws, adopt_dropout_
 from .generation import Generation
 from .guards import ModelEntry, check_whole, guard_
 from .hooks import CutExperts, CutFeatures, LatentOutput, PartialOutput, ShardedVocabularyHook, SharedExpert
-from .lanes.gradients import LaneGradients
+from .lanes.gradients import adopt_norms_
 from .lanes.plan import in_lanes
 from .linear import AdoptedColumn, AdoptedRow, GatheredLogits, RegionEntry, adopt_linear_
 from .loss import AdoptedLoss, VocabularyLoss, shifts_labels
@@ -38,7 +38,6 @@ from .plans.styles import (
     ExpertTensorParallel,
     IdentityExpert,
     LatentProjection,
-    PartialGradient,
     RowParallel,
     SummedOutput,
 )
@@ -113,8 +112,8 @@ def parallelize(
             check_prompts(model)
             check_whole(inner)
             found = survey(inner, plan, grid, sequence=bool(layers.rules.residual.sequence))
-            if layers.rules.lanes > 1:
-                found = in_lanes(found, dict(inner.named_modules(remove_duplicate=False)), layers.rules.lanes)
+            if layers.rules.lanes.tensor > 1:
+                found = in_lanes(found, dict(inner.named_modules(remove_duplicate=False)), layers.rules.lanes.tensor)
             digest = _digest(inner, found, logits)
         else:
             digest = _again(inner, before, layers, plan, logits)
@@ -161,7 +160,7 @@ def _needed(layers: LayerSet, found: Survey | None) -> dict[dist.ProcessGroup, l
         needed[grid.group(axes)] = ["all_reduce", "all_gather", "broadcast"]
         if found is not None and found.layers is not None:  # activations are cut along the sequence
             needed[grid.group(axes)].append("reduce_scatter")
-        if layers.rules.lanes > 1:  # trees over the ranks
+        if layers.rules.lanes.tensor > 1:  # trees over the ranks
             needed[grid.group(axes)].append("all_to_all")
     if deals_experts(grid) and (of_experts := grid.seen_as(EXPERTS)).size(("expert_parallel",)) > 1:
         needed.setdefault(of_experts.group(("expert_parallel",)), []).append("all_to_all")
@@ -240,7 +239,7 @@ class _Adoption:
         self.model, self.layers, self.found, self.logits, self.digest = model, layers, found, logits, digest
         self.grid, self.axes = layers.grid, tensor_axes(layers.grid)
         # Products in lanes differ from torch's on one rank, too.
-        self.converts = bool(self.axes) or layers.rules.lanes > 1
+        self.converts = bool(self.axes) or layers.rules.lanes.tensor > 1
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.sequence = CutSequence()
 
@@ -257,6 +256,8 @@ class _Adoption:
         head = GatheredLogits(self.logits == "sharded") if vocabulary is not None else None
         if self.converts:
             self._adopt_modules(regions, gives_logits, head)
+        if (lanes := self.layers.rules.lanes.tensor) > 1:
+            adopt_norms_(self.modules, self.found, self.grid, self.axes, lanes)
         if self.axes:
             self._cut_the_sequence()
             for name, region in self.found.regions.items():
@@ -322,10 +323,6 @@ class _Adoption:
                     sequence=self._sequence_at(name),
                     region=region,
                 )
-            elif isinstance(style, PartialGradient) and rules.lanes > 1:
-                lanes = LaneGradients(self.grid, self.axes, rules.lanes // self.grid.size(self.axes))
-                module.register_forward_pre_hook(lanes.before)
-                module.register_forward_hook(lanes.after, always_call=True)
             elif not self.axes:
                 continue
             elif isinstance(style, EmbeddingParallel):

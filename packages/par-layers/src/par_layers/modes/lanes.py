@@ -18,6 +18,7 @@ from par_groups import LaneCounts, WeightGradHook, WeightGradient, tree
 
 from .._collectives import (
     all_gather_on,
+    all_to_all,
     finish,
     finish_all_gather_on,
     gather_from,
@@ -29,6 +30,7 @@ from .._collectives import (
     tree_reduce_scatter_to,
 )
 from .arithmetic import LinearFunction
+from .chunks import ChunkedParameters, ChunkSums
 from .grid import Axes, Grid
 from .layout import ActivationLayout
 from .product_1d import SEQUENCE, save_operands
@@ -63,31 +65,31 @@ def rules_in_lanes(mode: str | None, grid: Grid, options: dict[str, Any], lanes:
         raise ValueError(
             f"mode={mode!r} with numerics='canonical': it divides sums whose order no other topology has; use mode='1d'"
         )
-    if options.get("sequence_parallel", False):
-        raise ValueError(
-            "sequence_parallel=True with numerics='canonical': gradients of norms are sums over each rank's tokens; "
-            "use sequence_parallel=False"
-        )
     axes: Axes = grid.larger(grid.tensor_axes)
     group = grid.group(axes) if axes else None
     here = lanes.tensor // grid.size(axes)
-    column = LaneColumn(group, here, sequence=False)
+    sequence = bool(options.get("sequence_parallel", False)) and group is not None
+    column, row = LaneColumn(group, here, sequence), LaneRow(group, here, sequence)
 
     def to_residual(y: Tensor) -> Tensor:
-        return y if group is None else gather_from(y, group, -1)
+        if group is None:
+            return y
+        return all_to_all(y, group, SEQUENCE, -1) if sequence else gather_from(y, group, -1)
 
     return ModeRules(
+        residual=ActivationLayout(sequence=axes if sequence else ()),
         inner=ActivationLayout(features=axes),
         column=WeightSharding(rows=axes),
         row=WeightSharding(columns=axes),
         column_product=column,
-        row_product=LaneRow(group, here, sequence=False),
+        row_product=row,
         to_residual=to_residual,
         vocabulary=axes,
         tied_product=column,
         token_losses=LaneLosses(group, lanes.tensor),
         of_runs=lambda product, runs: replace(product, runs=runs),
-        lanes=lanes.tensor,
+        token_parameters=ChunkedParameters(row.sums),
+        lanes=lanes,
     )
 
 
@@ -193,6 +195,13 @@ class LaneRow:
     lanes: int
     sequence: bool
 
+    @property
+    def sums(self) -> ChunkSums:
+        """Sums of the gradient of the bias, which all ranks add to full features, perhaps of their own tokens."""
+        # As many chunks of a sequence as tensor lanes, since every number of tensor ranks may split it.
+        ranks = 1 if self.group is None or self.sequence else self.group.size()
+        return ChunkSums(self.lanes * ranks, cut=self.sequence)
+
     def __call__(
         self,
         x: Tensor,
@@ -208,7 +217,7 @@ class LaneRow:
             y = tree_reduce_scatter_to(y, self.group, SEQUENCE)
         elif self.group is not None:
             y = tree_reduce_from(y, self.group)
-        return y if bias is None else y + bias
+        return y if bias is None else self.sums.scale(y, None, bias)
 
 
 class _LaneRowMatmul(torch.autograd.Function):

@@ -2,17 +2,19 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from par_groups import WeightGradHook
+from par_groups import LaneCounts, WeightGradHook
 
 from .arithmetic import LinearFunction
 from .grid import Axes
 from .layout import ActivationLayout
 from .product_1d import local_product
 from .token_losses import TokenLosses, token_losses
+from .token_parameters import TokenParameters
 
 
 class ParallelMatmul(Protocol):
@@ -85,8 +87,9 @@ class ModeRules:
         token_losses: Function from logits, full or sharded, to the loss of each token.
         of_runs: Function from `column_product`, and the numbers of local rows of a weight's runs, such as q, k and v,
             to the matmul of this weight.
-        lanes: Number of blocks of each sharded weight, over all ranks, that are multiplied one by one. Sharded features
-            must divide by 32 times this number, if it is not 1.
+        token_parameters: Norms and look-ups.
+        lanes: Numbers of parts of which each sum over tensor and sequence ranks consists. Sharded features must divide
+            by 32 times the tensor lanes, if there are several.
     """
 
     residual: ActivationLayout = field(default_factory=ActivationLayout)
@@ -102,4 +105,5 @@ class ModeRules:
     tied_product: ParallelMatmul = local_product
     token_losses: TokenLosses = token_losses
     of_runs: Callable[[Any, tuple[int, ...]], ParallelMatmul] = _as_one_run
-    lanes: int = 1
+    token_parameters: TokenParameters = field(default_factory=TokenParameters)
+    lanes: LaneCounts = field(default_factory=partial(LaneCounts, data=1))

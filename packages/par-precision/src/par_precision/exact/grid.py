@@ -7,10 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from par_groups import on_grid
-
-LIMIT = 8.0
-"""Absolute value that no partial sum of gradients may reach."""
+from par_groups import EXACT_LIMIT, on_grid
 
 
 class GridHooks:
@@ -25,7 +22,7 @@ class GridHooks:
     """
 
     def __init__(self, module: nn.Module, losses: int) -> None:
-        self._limit = LIMIT / losses
+        self._limit = EXACT_LIMIT / losses
         self._largest: dict[str, Tensor] = {}
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:

@@ -215,7 +215,7 @@ class StrategyOptions:
     @property
     def handlers(self) -> Sequence[Mapping[str, Any]]:
         """The gradient handlers of the user, or the default; and behind them one that exact sums need."""
-        exact = [{"type": "exact_ties"}] if self.numerics == "canonical" else []
+        exact = [{"type": "exact_partials"}] if self.numerics == "canonical" else []
         return [*(self.gradient_handlers or DEFAULT), *exact]
 
     @property

@@ -76,7 +76,8 @@ class TensorPlugin(Plugin):
 
     def setup_model(self, model: nn.Module, optimizer: Optimizer | None, strategy: Setup) -> nn.Module:
         """Shard the model in place. Parameters stay the same objects. A sharded model does not change."""
-        if strategy.groups.size("tensor") == 1 and not strategy.deals_experts and strategy.layers.rules.lanes == 1:
+        lanes = strategy.layers.rules.lanes.tensor
+        if strategy.groups.size("tensor") == 1 and not strategy.deals_experts and lanes == 1:
             return model
         for each in model.children() if isinstance(model, nn.ModuleList) else [model]:
             plan = strategy.plans.get(each)

@@ -1,44 +1,73 @@
-"""Gradients of parameters that several tensor lanes use: exact sums of one sum for each lane."""
+"""Gradients of norms in an existing model: exact sums of one sum for each lane of heads, or chunk of a sequence."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from par_groups import on_grid
+from par_groups import exact_sum
 
-from ..._collectives import finish, pair, start_all_reduce
+from ..._collectives import pair
+from ...modes.chunks import ChunkSums
 from ...modes.grid import Axes, Grid
 from ..hooks import Hook
+from ..plans.styles import PartialGradient
+from ..survey.kinds import is_norm
+from ..survey.survey import Survey
 
 
-class LaneGradients(Hook):
-    """Hooks of a norm of heads: its weight's gradient is summed lane by lane, exactly, and over the tensor group.
+def adopt_norms_(modules: dict[str, nn.Module], found: Survey, grid: Grid, axes: Axes, lanes: int) -> None:
+    """Register hooks of all norms of a model whose weights are in lanes.
+
+    Args:
+        modules: The modules of the model, by name.
+        found: Its survey in lanes.
+        grid: Coordinates of this rank.
+        axes: Axes of the tensor group; () for one rank.
+        lanes: Number of tensor lanes over all ranks.
+    """
+    here = lanes // grid.size(axes)
+    adopted: set[nn.Module] = set()
+    for name, module in modules.items():
+        if module in adopted or not is_norm(module):
+            continue
+        adopted.add(module)
+        cut = bool(axes) and found.is_cut_along_sequence(name)
+        sums = ChunkSums(here if cut else lanes, cut)
+        hook: FusedNorm | NormByHand
+        if isinstance(found.rules.get(name), PartialGradient):
+            hook = NormByHand(grid, axes, partial(_sum_heads, lanes=here))
+        elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+            hook = FusedNorm(grid, axes, sums)
+        else:
+            hook = NormByHand(grid, axes, sums.of_tokens)
+        module.register_forward_pre_hook(hook.before)
+        module.register_forward_hook(hook.after, always_call=True)
+
+
+class NormByHand(Hook):
+    """Hooks of a norm whose code multiplies its input by its parameters.
 
     Args:
         grid: This rank's coordinates.
         axes: Axes of the tensor group; () for one rank.
-        lanes: Number of lanes on this rank.
+        sums: Function from a gradient of the input's shape to its sum over all dims but the last, in fp64.
     """
 
-    def __init__(self, grid: Grid, axes: Axes, lanes: int) -> None:
+    def __init__(self, grid: Grid, axes: Axes, sums: Callable[[Tensor], Tensor]) -> None:
         super().__init__(grid, axes)
-        self.lanes = lanes
+        self.sums = sums
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Let the module's code see its parameters with the shape of its input [..., heads, features]."""
+        """Let the module's code see its parameters with the shape of its input."""
         shape: torch.Size = args[0].shape
-        group = self.grid.group(self.axes) if self.axes else None
-
-        def backward(gradient: Tensor) -> Tensor:
-            return _summed(gradient.unflatten(-2, (self.lanes, -1)).unbind(-3), group)
-
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 # An attribute of the instance comes before a parameter, which stays registered. Its gradient has one
                 # element for each of the input, so that autograd adds nothing up itself.
-                module.__dict__[name] = pair(parameter, lambda t: t.expand(shape), backward)
+                module.__dict__[name] = pair(parameter, lambda t: t.expand(shape), self.sums)
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Remove the views."""
@@ -47,13 +76,36 @@ class LaneGradients(Hook):
             module.__dict__.pop(name, None)
 
 
-def _summed(pieces: tuple[Tensor, ...], group: dist.ProcessGroup | None) -> Tensor:
-    """Return the exact sum of all rows of pieces [..., features] of one shape, over the ranks of a group, in fp64.
+class FusedNorm(Hook):
+    """Hooks of a LayerNorm or RMSNorm of torch, which sums the gradients of its parameters over all tokens itself.
 
     Args:
-        pieces: The pieces on this rank. The sum inside a piece depends on its shape only.
-        group: The ranks that have other pieces; None for no other.
+        grid: This rank's coordinates.
+        axes: Axes of the tensor group; () for one rank.
+        sums: Sums over the tokens of this rank.
     """
-    sums = [on_grid(piece.reshape(-1, piece.shape[-1]).contiguous().float().sum(0)) for piece in pieces]
-    total = torch.stack(sums).sum(0)
-    return total if group is None else finish(start_all_reduce(total, group))
+
+    def __init__(self, grid: Grid, axes: Axes, sums: ChunkSums) -> None:
+        super().__init__(grid, axes)
+        self.sums = sums
+
+    def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Let the module's code see no parameters."""
+        del args
+        module.__dict__.update(dict.fromkeys(module._parameters))
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Apply the parameters to the output."""
+        del args
+        for name in module._parameters:
+            module.__dict__.pop(name, None)
+        if output is None:  # the forward has raised
+            return None
+        parameters = module._parameters
+        return self.sums.scale(output, parameters["weight"], parameters.get("bias"))
+
+
+def _sum_heads(gradient: Tensor, lanes: int) -> Tensor:
+    """Return the exact sum of all rows of a gradient [..., heads, features], whose heads are in lanes."""
+    pieces = gradient.unflatten(-2, (lanes, -1)).unbind(-3)
+    return exact_sum([piece.reshape(-1, piece.shape[-1]).contiguous().float().sum(0) for piece in pieces])

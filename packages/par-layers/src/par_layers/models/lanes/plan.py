@@ -6,15 +6,14 @@ from torch import nn
 
 from ...modes.lanes import check_head, check_lanes
 from ..plans.styles import ColumnParallel, EmbeddingParallel, PartialGradient, Replicated, RowParallel
-from ..survey.kinds import features_of, parent
+from ..survey.kinds import features_of, is_norm, parent
 from ..survey.survey import RegionPlan, Survey
 
 
 def in_lanes(found: Survey, modules: dict[str, nn.Module], lanes: int) -> Survey:
     """Return the survey of a model whose weights are in lanes.
 
-    Each Column copies its input, because the sum over lanes is the outermost one of each. No gradient is partial after
-    backward: `LaneGradients` completes those of parameters between Columns and Rows.
+    Each Column copies its input, because the sum over lanes is the outermost one of each.
 
     Args:
         found: The survey without lanes.
@@ -41,13 +40,17 @@ def in_lanes(found: Survey, modules: dict[str, nn.Module], lanes: int) -> Survey
             _check_linear(found, modules, name, style, lanes)
         elif isinstance(style, PartialGradient):
             _check_partial(found, modules, name, style, lanes)
-    parts = dict(found.parts)
-    for name, part in parts.items():
-        if isinstance(found.rules.get(parent(name)), PartialGradient):
-            boxes = tuple(replace(box, sum_over=()) for box in part.sharding.boxes)
-            parts[name] = replace(part, sharding=replace(part.sharding, boxes=boxes))
+    for name, part in found.parts.items():
+        owner = parent(name)
+        known = is_norm(modules[owner]) or isinstance(found.rules.get(owner), RowParallel)
+        if any(box.sum_over for box in part.sharding.boxes) and not known:
+            raise ValueError(
+                f"{name!r} has a gradient that is a sum over each rank's tokens, and belongs to a "
+                f"{type(modules[owner]).__name__}, which is no norm; use sequence_parallel=False with "
+                "numerics='canonical'"
+            )
     regions = {name: replace(region, closed=False) for name, region in found.regions.items()}
-    return replace(found, parts=parts, regions=regions)
+    return replace(found, regions=regions)
 
 
 def _check_linear(

@@ -22,6 +22,11 @@ def is_by_token(module: nn.Module) -> bool:
     return "Norm" in kind.__name__ and all(each.dim() <= 1 for each in module.parameters())
 
 
+def is_norm(module: nn.Module) -> bool:
+    """Return whether a module is a norm of single tokens, or of their heads, with parameters."""
+    return is_by_token(module) and "Norm" in type(module).__name__ and next(module.parameters(), None) is not None
+
+
 def is_linear(module: nn.Module) -> bool:
     """Return whether a module is a supported linear: torch's own, or transformers' Conv1D."""
     return (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward) or is_conv1d(module)

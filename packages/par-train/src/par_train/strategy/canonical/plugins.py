@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from par_groups import ProcessGroups, segments_of
+from par_groups import ProcessGroups, segments_of, sharding_of
 from par_layers import active_dropouts
 from par_pipeline import PipelineStages
 from par_precision import ExactSums
@@ -77,12 +77,13 @@ class ExactPlugin(Plugin):
         return optimizer
 
 
-@register_gradient_handler("exact_ties")
-class ExactTies:
-    """The gradients of weights that several pipeline stages use, kept in fp64 until all stages' gradients are summed.
+@register_gradient_handler("exact_partials")
+class ExactPartials:
+    """Gradients that are still partial after the data ranks have summed them, kept in fp64 until their sum is complete.
 
-    Otherwise each stage's sum over lanes would be rounded to the optimizer's dtype before the last addition, which one
-    device does not do.
+    Such are the gradients of weights that several pipeline stages use, and of parameters between sharded weights or on
+    ranks with other tokens. Otherwise each rank's part would be rounded to the optimizer's dtype before the last
+    addition, which one device does not do.
 
     Args:
         model: The model, or several.
@@ -99,12 +100,14 @@ class ExactTies:
         for group in optimizer.param_groups:
             own = group.get("param_names") or [""] * len(group["params"])
             for name, tensor in zip(own, group["params"], strict=True):
-                if names.intersection(segment.name for segment in segments_of(tensor, name)):
+                segments = segments_of(tensor, name)
+                partial = any(box.sum_over for segment in segments for box in segment.sharding.boxes)
+                if partial or names.intersection(segment.name for segment in segments):
                     tensor.grad_dtype = None  # par-zero then stores the sum in the dtype in which it was reduced
                     self._tensors.append(tensor)
 
     def handle_gradient(self) -> None:
-        """Round the sums to the optimizer's dtype. `pipeline_shared` has completed them."""
+        """Round the sums to the optimizer's dtype. The handlers before this one have completed them."""
         for tensor in self._tensors:
             if tensor.grad is not None:
                 tensor.grad = tensor.grad.to(tensor.dtype)
@@ -128,7 +131,7 @@ def _check(model: nn.Module, strategy: Setup) -> None:
                 "canonical numerics need a norm of single rows, such as LayerNorm or GroupNorm"
             )
     for name, rate in active_dropouts(model).items():
-        if strategy.layers.rules.lanes > 1:
+        if strategy.layers.rules.lanes.tensor > 1:
             raise ValueError(
                 f"{name!r} has {rate}, and tensor ranks draw for their own features; use one tensor lane, or set it "
                 "to 0"
@@ -138,10 +141,17 @@ def _check(model: nn.Module, strategy: Setup) -> None:
                 f"{name!r} has {rate}: it draws between layers, so that a layer is skipped on some topologies and not "
                 "on others; set it to 0"
             )
-    offloads = strategy.options.memory is not None or "offload" in strategy.options.zero_keywords
-    if isinstance(model, PipelineStages) and strategy.groups.size("pipeline") > 1 and any(model.tied) and offloads:
+    if strategy.options.memory is None and "offload" not in strategy.options.zero_keywords:
+        return
+    if isinstance(model, PipelineStages) and strategy.groups.size("pipeline") > 1 and any(model.tied):
         names = sorted(name for each in model.tied for name in each)
         raise ValueError(
             f"the stages share {names[0]!r}, and its gradient is offloaded before the stages have summed it; remove "
             "memory and zero's offload, or use numerics='ordinary'"
         )
+    for name, parameter in model.named_parameters():
+        if any(box.sum_over for box in sharding_of(parameter).boxes):
+            raise ValueError(
+                f"the gradient of {name!r} is a sum over tensor ranks, and is offloaded before they have summed it; "
+                "remove memory and zero's offload, or use numerics='ordinary'"
+            )
