@@ -13,6 +13,7 @@ do, and is a whole phrase.
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 PACKAGES = Path(__file__).resolve().parent.parent / "packages"
@@ -58,6 +59,7 @@ NAMES = re.compile(r"\w\(|\w=|`|\w\.\w|\b[A-Z]\w*[A-Z]\w*|a bug of par-")
 """What names a thing without an inserted value: a call, an option, a dotted name, a class; or that it is our bug."""
 
 
+@cache  # three tests read it, and it reads every source
 def messages() -> list[tuple[str, str, str]]:
     """The module, class and text of every error, sorted."""
     made = set()

@@ -1,7 +1,7 @@
 """The device, made known to torch in this process."""
 
 import sysconfig
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,10 @@ def _begin(devices: int) -> None:
     anything = torch.library.Library("_", "IMPL")
     anything.fallback(kernel, "PrivateUse1")
     aten = torch.library.Library("aten", "IMPL")
-    for name in _direct():
-        aten.impl(name, partial(kernel, _overload(name)), "PrivateUse1")
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    for name, overload in direct_operators().items():
+        if not has(name, "PrivateUse1"):  # the part in C++ has some
+            aten.impl(name, partial(kernel, overload), "PrivateUse1")
     aten.impl("_copy_from", copy, "PrivateUse1")
     aten.impl("_copy_from_and_resize", copy_and_resize, "PrivateUse1")
     # So that `parameter.data = parameter.to(device)` and `module.to(device)` keep the parameter, as on CUDA.
@@ -56,16 +58,19 @@ def _begin(devices: int) -> None:
     _libraries.extend([anything, aten])
 
 
-def _direct() -> list[str]:
-    """Operators that arrive at the device whole, as on a GPU, though torch could compose them of others."""
+@cache
+def direct_operators() -> dict[str, Any]:
+    """Return the operators that arrive at the device whole, as on a GPU, though torch could compose them of others.
+
+    To look for them takes half of the time of `enable`, so the process that ranks are forked from does it for all.
+    """
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    return [
-        name
+    return {
+        name: _overload(name)
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("aten::")
         and (name.startswith("aten::_foreach") or "_overrideable" in name or has(name, "CPU"))
-        and not has(name, "PrivateUse1")
-    ]
+    }
 
 
 def _overload(name: str) -> Any:

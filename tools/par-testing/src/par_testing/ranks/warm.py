@@ -12,6 +12,7 @@ import pytest
 from par_groups import Registry
 
 from .._examples import load_profile
+from ..accelerator.device import direct_operators
 from . import rank as _rank  # noqa: F401  # the code of a rank, and all that it imports
 from .first_use import use_what_tests_use
 from .forkserver import MODULES
@@ -30,5 +31,6 @@ with warnings.catch_warnings(action="ignore"):  # pytest has reported them when 
 Registry("entry", "par_testing").names()  # looks for what is installed on this path, which takes a rank 7 ms
 seed_no_absent_devices()
 use_what_tests_use()
+direct_operators()
 gc.freeze()  # a collection in a rank then leaves the shared memory pages alone
 collapse_into_huge_pages()  # last: what is freed or written later would split them again
