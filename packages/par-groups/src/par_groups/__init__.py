@@ -14,7 +14,7 @@ from ._sizes import format_bytes, format_seconds, parse_size
 from ._slotted import slotted_attributes
 from ._wrappers import original_name
 from .live.environment import Launch, read_environment
-from .live.signals import STOP_SIGNALS, block_stop_signals
+from .live.signals import STOP_SIGNALS, block_stop_signals, watch_parent
 from .sharding.sharding import Box, Sharding, cut, part_of, set_sharding, whole
 from .topology.axes import averaged_axes, data_axes, replica_axes, splits_sequence
 from .topology.channels import Channels
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         read_flight_trace,
         shorten_path,
     )
+    from .live.vote import Vote
     from .sharding.digest import Digest, digest_of
     from .sharding.dtensor import to_dtensor
     from .sharding.gradient_elsewhere import METADATA_OPERATIONS, GradientElsewhere, stand_in_gradient
@@ -110,6 +111,7 @@ __all__ = [
     "Sharding",
     "Split",
     "Topology",
+    "Vote",
     "WatchedParameter",
     "WatchedWeight",
     "WeightGradHook",
@@ -175,6 +177,7 @@ __all__ = [
     "to_dtensor",
     "together",
     "tree",
+    "watch_parent",
     "watch_weight_",
     "weight_and_hook",
     "whole",
@@ -199,6 +202,7 @@ _MODULE_OF = {
             *("Communicator", "Operation", "call_sites", "is_library_path"),
             *("read_flight_trace", "shorten_path"),
         ),
+        "live.vote": ("Vote",),
         "sharding.digest": ("Digest", "digest_of"),
         "sharding.dtensor": ("to_dtensor",),
         "sharding.gradient_elsewhere": ("METADATA_OPERATIONS", "GradientElsewhere", "stand_in_gradient"),

@@ -1,8 +1,9 @@
-"""The signals that ask a job to save and stop, and a block on them for the processes that this one starts."""
+"""What ends a job from outside: the signals that ask it to save and stop, and the death of its launcher."""
 
+import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 # Windows has only the first two.
@@ -30,3 +31,28 @@ def block_stop_signals() -> Iterator[None]:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         over.set()
+
+
+def watch_parent(parent: int, on_death: Callable[[], None]) -> Callable[[], None]:
+    """Call a function when this process loses its parent, which a killed parent cannot announce.
+
+    A launcher that is killed forwards no signal, and without this its ranks would keep their GPUs.
+
+    Args:
+        parent: Process id of the parent. Read it early: a parent that has died before this call is noticed, too.
+        on_death: Function to call once, in a thread of its own, within half a second.
+
+    Returns:
+        A function that ends the watch.
+    """
+    over = threading.Event()
+
+    def watch() -> None:
+        # The kernel gives an orphan a new parent, so a changed id means that the parent has died.
+        while os.getppid() == parent:
+            if over.wait(0.5):
+                return
+        on_death()
+
+    threading.Thread(target=watch, daemon=True, name="watch-parent").start()
+    return over.set

@@ -91,6 +91,32 @@ class GPT(nn.Module):
         return self.layers.cross_entropy(logits, target, classes=self.vocabulary, label_smoothing=label_smoothing)
 
 
+class GPTStage(nn.Module):
+    """A range of a GPT's blocks, with the embeddings before the first block and the classifier after the last.
+
+    Args:
+        model: The full GPT. It is no child module: its other blocks are not this stage's.
+        run: Range of the blocks.
+    """
+
+    def __init__(self, model: GPT, run: range) -> None:
+        super().__init__()
+        self.is_first, self.is_last = run.start == 0, run.stop == len(model.blocks)
+        self.blocks = model.blocks[run.start : run.stop]
+        ends = [model.tokens, model.positions] if self.is_first else []
+        self.ends = nn.ModuleList([*ends, *([model.norm, model.head] if self.is_last else [])])
+        # Through __dict__, so that nn.Module does not register the model as a child.
+        self.__dict__["model"] = model
+
+    def forward(self, given: Tensor, tokens: Tokens | None = None, mask: Tensor | None = None) -> Tensor:
+        """Compute hidden states, or logits on the last stage, from bytes or hidden states."""
+        model: GPT = self.__dict__["model"]
+        hidden = model.embed(given, tokens) if self.is_first else given
+        for block in self.blocks:
+            hidden = block(hidden, tokens, mask)
+        return model.classify(hidden) if self.is_last else hidden
+
+
 class Block(nn.Module):
     """Attention, then an MLP or a mixture of experts, each on a normed copy of the residual stream."""
 

@@ -1,8 +1,8 @@
 """Transformers models as training uses them: their causal loss, split batches, LoRA adapters and samples of text.
 
 `make` describes a model on the meta device, `adapters` and `merge` add and remove LoRA, and `causal` turns batches into
-arguments, labels and a loss, which `sequence` splits over ranks. `auxiliary` weighs the losses of routers in a step of
-several batches. `sample` continues prompts.
+arguments, labels and a loss, which `sequence` splits over ranks, and `batches` splits in a data loader. `auxiliary`
+weighs the losses of routers in a step of several batches. `sample` continues prompts.
 """
 
 from .adapters import (
@@ -15,6 +15,7 @@ from .adapters import (
     write_config,
 )
 from .auxiliary import weigh_auxiliary_losses_
+from .batches import make_batch_splitter
 from .causal import (
     IGNORE_INDEX,
     CausalModel,
@@ -49,6 +50,7 @@ __all__ = [
     "inject_adapters_",
     "joined_rows",
     "logits_of",
+    "make_batch_splitter",
     "make_on_meta",
     "merged_tensors",
     "next_labels",

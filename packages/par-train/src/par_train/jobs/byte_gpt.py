@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from par_checkpoint import load
 from par_data import IGNORE_INDEX
-from par_layers import ExpertConfig, LayerSet, LoadBalancing, RouterConfig, Tokens, initialize, layer_set
-from par_layers.examples import GPT
+from par_layers import ExpertConfig, LayerSet, LoadBalancing, RouterConfig, initialize, layer_set
+from par_layers.examples import GPT, GPTStage
 from par_pipeline import Batch, PipelineStages, Schedule, partition
 from par_plan import model_flops
 
@@ -165,7 +165,7 @@ def gpt_stages(model: GPT, schedule: Schedule, rank: int) -> PipelineStages:
     """
     cuts = partition(len(model.blocks), schedule.stages)
     runs = {stage: cuts[stage] for stage in schedule.stage_of(rank)}
-    parts = {stage: _GPTStage(model, run) for stage, run in runs.items()}
+    parts = {stage: GPTStage(model, run) for stage, run in runs.items()}
     first = any(part.is_first for part in parts.values())
     last = any(part.is_last for part in parts.values())
     is_tied = model.head.weight is model.tokens.weight
@@ -179,32 +179,6 @@ def gpt_stages(model: GPT, schedule: Schedule, rank: int) -> PipelineStages:
         children |= {"norm": model.norm, "head": model.head}
     tied = {"tokens.weight": model.tokens.weight} if first or last else {}
     return PipelineStages(parts, children, [tied] if is_tied else [])
-
-
-class _GPTStage(nn.Module):
-    """A range of a GPT's blocks, with the embeddings before the first block and the classifier after the last.
-
-    Args:
-        model: The full GPT. It is no child module: its other blocks are not this stage's.
-        run: Range of the blocks.
-    """
-
-    def __init__(self, model: GPT, run: range) -> None:
-        super().__init__()
-        self.is_first, self.is_last = run.start == 0, run.stop == len(model.blocks)
-        self.blocks = model.blocks[run.start : run.stop]
-        ends = [model.tokens, model.positions] if self.is_first else []
-        self.ends = nn.ModuleList([*ends, *([model.norm, model.head] if self.is_last else [])])
-        # Through __dict__, so that nn.Module does not register the model as a child.
-        self.__dict__["model"] = model
-
-    def forward(self, given: Tensor, tokens: Tokens | None = None, mask: Tensor | None = None) -> Tensor:
-        """Compute hidden states, or logits on the last stage, from bytes or hidden states."""
-        model: GPT = self.__dict__["model"]
-        hidden = model.embed(given, tokens) if self.is_first else given
-        for block in self.blocks:
-            hidden = block(hidden, tokens, mask)
-        return model.classify(hidden) if self.is_last else hidden
 
 
 def fill_(model: nn.Module, seed: int | None, device: torch.device | None = None) -> nn.Module:

@@ -12,12 +12,9 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
 from torch.utils.data import DataLoader
 
-from par_groups import agree, copy_to_host, together
+from par_groups import agree, together
 
 from .._errors import TrainingError, UserError
 from ..strategy.strategy import Strategy
@@ -32,35 +29,6 @@ from .saver import Saver
 from .stop import FAILED, LEAVE, Stop, exit_code, following_torchrun
 
 Batch = TypeVar("Batch")
-
-
-class Vote:
-    """The largest number of any rank, once a step.
-
-    All-reduce (max) of one number over the world, from host memory under gloo. On another device the host reads the
-    number a step later, when it has arrived, so that the host never waits for the running step.
-
-    Args:
-        device: The device on which the ranks communicate.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._sent: tuple[Tensor, torch.Event] | None = None
-
-    def cast(self, number: int) -> int:
-        """Reduce this rank's number; return the largest number of this step, or of the step before on a device."""
-        if dist.get_world_size() == 1:
-            return number
-        largest = torch.full((), number, dtype=torch.int32, device=self._device)  # a kernel: no copy from the host
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        if self._device.type == "cpu":
-            return int(largest)
-        before, self._sent = self._sent, copy_to_host(largest)
-        if before is None:
-            return 0
-        before[1].synchronize()
-        return int(before[0])
 
 
 class Summary(Protocol):

@@ -5,10 +5,12 @@ import sys
 from os import PathLike, fspath
 from pathlib import Path
 
+from par_groups import Vote
+
 from ..strategy.strategy import Strategy
 from .files import RunFiles
 from .log import MetricsLog
-from .loop import TrainingLoop, Vote
+from .loop import TrainingLoop
 from .metrics import draw_load, draw_loss, read_metrics
 from .monitor import Monitor
 from .opening import FolderOpening

@@ -8,13 +8,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
 from par_diagnosis import report_first_failure
-from par_groups import STOP_SIGNALS, read_environment
+from par_groups import STOP_SIGNALS, read_environment, watch_parent
 
 from .._errors import TrainingError, UserError
 from .output import drop_output, say
@@ -132,7 +132,7 @@ def follow_launcher(stop: Stop, launcher: int) -> None:
         time.sleep(_PATIENCE)
         os._exit(1)
 
-    _when_gone(launcher, end, threading.Event())
+    watch_parent(launcher, end)
 
 
 @contextmanager
@@ -141,26 +141,14 @@ def following_torchrun(stop: Stop) -> Iterator[None]:
 
     A killed torchrun forwards no signal, and without this request its ranks would keep their GPUs.
     """
-    over = threading.Event()
-    # torchrun is the parent of its ranks, so a new parent means that it has died.
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        _when_gone(os.getppid(), lambda: stop.ask(signal.SIGTERM), over)
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        yield
+        return
+    end_watch = watch_parent(os.getppid(), lambda: stop.ask(signal.SIGTERM))
     try:
         yield
     finally:
-        over.set()
-
-
-def _when_gone(parent: int, act: Callable[[], None], over: threading.Event) -> None:
-    """Call `act` in a thread when this process loses its parent, unless `over` is set before."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            if over.wait(0.5):
-                return
-        act()
-
-    threading.Thread(target=watch, daemon=True, name="follow-launcher").start()
+        end_watch()
 
 
 def _end_before_training() -> NoReturn:

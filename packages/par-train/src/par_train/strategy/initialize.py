@@ -20,7 +20,6 @@ from .experts import has_experts, no_experts
 from .handlers import GradientHandler, kinds_of, make_handlers
 from .plugin import Plugin
 from .plugins import ZeroPlugin
-from .pretrained.sequence import no_use
 from .setup import Setup
 
 if TYPE_CHECKING:
@@ -91,7 +90,12 @@ def check_objects(
         found = agree(None, [reaches_other_tokens(model) for model in models], None)
         for number, model in enumerate(models):
             if not any(by_model[number] for by_model in found.values()):
-                raise no_use(model, context.ranks)
+                raise ValueError(
+                    f"nothing in this {type(model).__name__} reaches the tokens of the other ranks of "
+                    f"sequence={context.ranks}: no module of it has a layer set or a par_layers.Context as an "
+                    "attribute; compute attention with context.attention of Strategy.context, or with Strategy.layers, "
+                    "or give these ranks to data, tensor or pipeline"
+                )
         with together("attention over a sequence", None):
             for model in models:
                 # It is the first change of an object, once every rank has checked everything.

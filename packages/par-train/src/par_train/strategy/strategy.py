@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from par_data import BatchComparison, StepRandomness, WorkerSignals
 from par_groups import Digest, agree, check_alike, digest_of, settle_, together
 from par_layers import RouterLosses, parallelization_of
-from par_layers.pretrained import Ends, Prompts, joined_rows, read_request, write_on
+from par_layers.pretrained import Ends, Prompts, joined_rows, make_batch_splitter, read_request, write_on
 from par_pipeline import Pipeline, build_stage, build_stages, schedule
 from par_plan import PretrainedShape, StepPlan, plan_models, plan_unsharded_model
 from par_precision import MixedOptimizer
@@ -31,7 +31,6 @@ from .options import StrategyOptions, takes_options_of
 from .plugins import choose_plugins, spend_measured
 from .pretrained.files import PathLike
 from .pretrained.make import Plan, make_part
-from .pretrained.sequence import cut_by
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -205,7 +204,7 @@ class Strategy(StrategyFiles):
             self._hooks += [self.comparison.watch(model) for model in bundle.models if self._takes_equal_inputs(model)]
         for number, loader in loaders.items():
             # The loader is already broadcast when the transform runs: each rank takes its part of the same batch.
-            loader.transform = cut_by(self.context) if self.cuts_sequence else None
+            loader.transform = make_batch_splitter(self.context) if self.cuts_sequence else None
             self._state.add(loader)
             wired[number] = loader
             for plugin in self.plugins:

@@ -1,27 +1,18 @@
-"""Context parallelism of a strategy: batches split along the sequence, and the error for models that ignore it."""
+"""Batches of a data loader, split along the sequence: pairs of tokens and labels, and dicts for transformers models."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from par_layers import Context
-from par_layers.pretrained import cut_dict
+from ..context.context import Context
+from .sequence import cut_dict
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
-def no_use(model: nn.Module, ranks: int) -> ValueError:
-    """Return the error for a model that would ignore the tokens of other ranks."""
-    return ValueError(
-        f"nothing in this {type(model).__name__} reaches the tokens of the other ranks of sequence={ranks}: no module "
-        "of it has a layer set or a par_layers.Context as an attribute; compute attention with context.attention of "
-        "Strategy.context, or with Strategy.layers, or give these ranks to data, tensor or pipeline"
-    )
-
-
-def cut_by(context: Context) -> Callable[[Any], Any]:
+def make_batch_splitter(context: Context) -> Callable[[Any], Any]:
     """Return a function that splits the batches of a data loader along the sequence.
 
     It takes pairs of [B, S] integers and transformers' dicts. The ranks of a sequence read the same samples. Each row

@@ -1,0 +1,36 @@
+"""One number of each rank a step, such as a request to stop, for which no host waits."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .copies import copy_to_host
+
+
+class Vote:
+    """The largest number of any rank, once a step.
+
+    All-reduce (max) of one number over the world, from host memory under gloo. On another device the host reads the
+    number a step later, when it has arrived, so that the host never waits for the running step.
+
+    Args:
+        device: The device on which the ranks communicate.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sent: tuple[Tensor, torch.Event] | None = None
+
+    def cast(self, number: int) -> int:
+        """Reduce this rank's number; return the largest number of this step, or of the step before on a device."""
+        if dist.get_world_size() == 1:
+            return number
+        largest = torch.full((), number, dtype=torch.int32, device=self._device)  # a kernel: no copy from the host
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        if self._device.type == "cpu":
+            return int(largest)
+        before, self._sent = self._sent, copy_to_host(largest)
+        if before is None:
+            return 0
+        before[1].synchronize()
+        return int(before[0])
