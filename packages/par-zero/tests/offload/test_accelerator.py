@@ -1,5 +1,8 @@
 """Optimizer state on the host of an accelerator: the numbers are those without offload, and no rule of it is broken."""
 
+import gc
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -102,6 +105,25 @@ def test_parameters_on_host_change_no_number(make, precision, offload, microbatc
 def test_state_on_disk_changes_no_number(stage, optimizer, precision, tmp_path):
     offload = Offload(optimizer=optimizer, piece="8KiB", path=tmp_path)
     assert_same(trained(stage, offload, precision=precision), trained(stage, precision=precision))
+
+
+@for_each(stage=(0, 2, 3), overlap=("auto", False))
+@pytest.mark.ranks(1, backend="strict", accelerator=Accelerator())
+def test_memory_of_a_dropped_model_is_used_after_its_copies(stage, overlap):
+    def step():
+        module = Blocks().to("strict")
+        optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+        offload = {**HOST, "overlap": overlap}
+        shard(module, optimizer, stage=stage, group=dist.group.WORLD, offload=offload, overlap={"bucket": 9_000})
+        module(torch.ones(4, 32, device="strict")).sum().backward()
+        optimizer.step()
+
+    for _ in range(2):
+        step()
+        gc.collect()
+        time.sleep(0.2)  # the thread of the step holds the model
+        for size in (32, 64, 4096, 9000 // 4, 16000):
+            torch.zeros(size, device="strict").add_(1)
 
 
 @for_each(stage=(0, storm(1), 2, 3))

@@ -19,6 +19,7 @@ a stream of its own, and events order all accesses:
 for all steps, the host updates values between the two directions, and what is copied in is rounded.
 """
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -96,6 +97,9 @@ class DeviceLink(MemoryLink):
         self._buffers: deque[tuple[torch.Tensor, torch.Event | None]] = deque()
         self._depth = depth
         self._copied_in: dict[Chunk, torch.Event] = {}
+        # A program may drop the model while the last step still copies. Its memory then serves the next tensors.
+        dropped = weakref.finalize(self, _wait_for_copies, device, (self.out, self.into))
+        dropped.atexit = False
 
     @property
     def buffer_bytes(self) -> int:
@@ -188,6 +192,12 @@ class DeviceLink(MemoryLink):
 
     def _current(self) -> torch.Stream:
         return torch.accelerator.current_stream(self._device)
+
+
+def _wait_for_copies(device: torch.device, streams: Iterable[torch.Stream]) -> None:
+    """Let the current stream wait for all copies of some streams."""
+    for stream in streams:
+        torch.accelerator.current_stream(device).wait_stream(stream)
 
 
 class HostReads:
