@@ -47,9 +47,10 @@ ACCELERATOR_COVER = (
 
 ACCELERATOR = (
     "tests-integration/gpu",
-    "packages/par-checkpoint/tests/test_save.py",
+    "packages/par-checkpoint/tests",
     "packages/par-pipeline/tests/runtime/test_pipeline.py",
     "packages/par-precision/tests/norm",
+    "packages/par-recompute/tests",
     "packages/par-zero/tests/test_equality.py",
     "packages/par-zero/tests/test_gather.py",
     "packages/par-zero/tests/test_reduce.py",

@@ -16,6 +16,7 @@ from torch.func import functional_call
 from par_checkpoint import Format, Tiers, Transfer
 from par_groups import Box, Segment, Segments, Sharding, on_written, segments_of, set_segments, set_sharding, whole
 from par_groups import cut as cut_range
+from par_testing import default_device_type
 
 SHAPES = {"0.weight": (12, 6), "0.bias": (12,), "2.weight": (5, 12), "2.bias": (5,)}
 SLOTS = ("exp_avg", "exp_avg_sq")
@@ -236,7 +237,7 @@ class Strided(Run):
     group_size = 4
 
     def cut(self, weights: dict[str, Tensor]) -> nn.Module:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        mesh = init_device_mesh(default_device_type(), (2, 2), mesh_dim_names=("data", "tensor"))
         model = super().cut(weights)
         parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
         fully_shard(model, mesh=mesh["data"])

@@ -194,6 +194,7 @@ def test_wrong_assets_are_refused_on_every_rank(tmp_path):
 # Another stem
 
 
+@pytest.mark.cpu(reason="compares with a file read on the host")
 @pytest.mark.ranks(2)
 def test_an_adapter_has_its_own_names(tmp_path):
     rank, size = dist.get_rank(), (7, 5)

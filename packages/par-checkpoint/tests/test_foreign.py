@@ -241,6 +241,7 @@ def test_a_broken_folder_changes_nothing(damage, tmp_path):
     check_that_loading_raises(tmp_path, kind, {**CORRUPT, **REFUSED}[damage], build(1))
 
 
+@pytest.mark.cpu(reason="writes its file from memory of the host")
 @pytest.mark.ranks(2)
 def test_a_broken_folder_changes_nothing_on_any_rank(tmp_path):
     for damage, text in {**CORRUPT, **REFUSED}.items():
@@ -337,6 +338,7 @@ def test_tensors_that_are_not_aligned_load_right(tmp_path):
     assert_equal(cast, {name: each.float() if each.is_floating_point() else each for name, each in tensors.items()})
 
 
+@pytest.mark.cpu(reason="writes its file from memory of the host")
 @pytest.mark.ranks(3)
 def test_tensors_that_are_not_aligned_load_right_in_columns(tmp_path):
     rank, width = dist.get_rank(), 350
@@ -500,6 +502,7 @@ def test_torch_opens_files_in_torch_style(tmp_path):
     assert_equal(copies(other), copies(model))
 
 
+@pytest.mark.cpu(reason="compares with a file read on the host")
 @pytest.mark.ranks(2)
 def test_torch_style_holds_whole_tensors(tmp_path):
     state, rank = copies(build()), dist.get_rank()

@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from par_checkpoint import Format, load, save
+from par_testing import default_device_type
 
 from .helpers import batch, make_model, solo, train
 
@@ -23,7 +24,7 @@ def locals_of(model):
 
 @pytest.mark.ranks(4)
 def test_five_rows_over_four_ranks(tmp_path):
-    mesh = init_device_mesh("cpu", (4,))
+    mesh = init_device_mesh(default_device_type(), (4,))
 
     def make(seed):
         model = make_model(seed)
@@ -46,9 +47,10 @@ def test_five_rows_over_four_ranks(tmp_path):
         assert torch.equal(slots.state[whole]["exp_avg"], again.state[part]["exp_avg"].full_tensor()), name
 
 
+@pytest.mark.cpu(reason="compares with a file read on the host")
 @pytest.mark.ranks(4)
 def test_strided_shards_of_uneven_rows(tmp_path):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    mesh = init_device_mesh(default_device_type(), (2, 2), mesh_dim_names=("data", "tensor"))
     for rows in (12, 10, 7):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, rows))
@@ -67,9 +69,10 @@ def test_strided_shards_of_uneven_rows(tmp_path):
         assert all(torch.equal(value, before[name]) for name, value in locals_of(model).items())
 
 
+@pytest.mark.cpu(reason="compares with a file read on the host")
 @pytest.mark.ranks(4)
 def test_dtensors_of_any_placement(tmp_path):
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = init_device_mesh(default_device_type(), (2, 2))
     torch.manual_seed(0)
     values = {"rows": torch.randn(5, 6), "columns": torch.randn(3, 7), "both": torch.randn(5, 4), "all": torch.randn(3)}
     placements = {
@@ -91,7 +94,7 @@ def test_dtensors_of_any_placement(tmp_path):
 
 @pytest.mark.ranks(2)
 def test_terms_of_a_sum_are_refused_by_name_on_every_rank(tmp_path):
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(default_device_type(), (2,))
     model = {"fine": torch.zeros(3), "grad": DTensor.from_local(torch.ones(3), mesh, [Partial()])}
     with pytest.raises(ValueError, match=r"'grad'.*holds terms of a sum"):
         save(tmp_path / "c", model=model)
@@ -228,8 +231,8 @@ def test_fsdp_on_the_meta_device(tmp_path):
     save(tmp_path / "c", model=model, optimizer=optimizer)
     with torch.device("meta"):
         other = make_model()
-    fully_shard(other[0], mesh=init_device_mesh("cpu", (2,)))
-    fully_shard(other, mesh=init_device_mesh("cpu", (2,)))
+    fully_shard(other[0], mesh=init_device_mesh(default_device_type(), (2,)))
+    fully_shard(other, mesh=init_device_mesh(default_device_type(), (2,)))
     again = torch.optim.AdamW(other.parameters(), lr=0.5)
     load(tmp_path / "c", model=other, optimizer=again)
     assert again.param_groups[0]["params"][0] is other[0].weight

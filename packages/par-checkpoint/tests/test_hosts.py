@@ -14,6 +14,7 @@ from par_checkpoint import Format, load, save
 from par_checkpoint.storage.local import LocalSource
 from par_checkpoint.transfer.ranks import Ranks
 from par_groups import set_sharding
+from par_testing import default_device_type
 
 from .helpers import rectangle
 
@@ -22,7 +23,7 @@ CUTS = {"rows": Shard(0), "columns": Shard(1), "all": Replicate()}
 
 
 def cut(shape, values):
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
+    mesh = init_device_mesh(default_device_type(), shape, mesh_dim_names=("data", "tensor"))
     return {name: distribute_tensor(values[name], mesh, [Replicate(), CUTS[name]]) for name in values}
 
 

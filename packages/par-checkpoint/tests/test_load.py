@@ -291,6 +291,7 @@ def test_gradients_and_hooks_stay(tmp_path):
     assert torch.equal(model[2].bias, make_model()[2].bias)
 
 
+@pytest.mark.cpu(reason="loads a tensor of the meta device to the host")
 @pytest.mark.ranks(2)
 def test_the_default_device_does_not_matter(tmp_path):
     run, other = Tensor2(), Tensor2(1)
@@ -374,6 +375,7 @@ def test_what_may_not_be_read_or_written_raises_on_every_rank(open_folder):
     assert [each.name for each in open_folder.iterdir()] == ["c"]
 
 
+@pytest.mark.cpu(reason="loads a tensor of the meta device to the host")
 @pytest.mark.ranks(2)
 def test_padding_of_a_tensor_on_the_meta_device_becomes_zeros(tmp_path):
     rank, rows = dist.get_rank(), torch.arange(6.0).reshape(3, 2)

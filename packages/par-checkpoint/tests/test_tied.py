@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from par_checkpoint import CheckpointError, Format, inspect, load, save, verify
+from par_testing import default_device_type
 
 from .helpers import rectangle
 
@@ -66,7 +67,10 @@ class Wide(nn.Module):
 
 @pytest.mark.ranks(2)
 def test_an_untied_model_in_rows_gets_the_values_twice(tmp_path):
-    mesh, value = init_device_mesh("cpu", (2,)), torch.randn(3001, 500, generator=torch.Generator().manual_seed(0))
+    mesh, value = (
+        init_device_mesh(default_device_type(), (2,)),
+        torch.randn(3001, 500, generator=torch.Generator().manual_seed(0)),
+    )
     save(tmp_path / "c", model=Wide(value, mesh, tied=True))
     other = Wide(torch.zeros_like(value), mesh, tied=False)
     load(tmp_path / "c", model=other)

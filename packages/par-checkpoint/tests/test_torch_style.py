@@ -17,6 +17,7 @@ from par_checkpoint._torch_style import _MemoryWriter
 from par_checkpoint.format.manifest import BLOCK
 from par_checkpoint.storage.local import LocalSource
 from par_groups import Box, Sharding
+from par_testing import default_device_type
 
 from .helpers import RUNS, make_model, train
 
@@ -101,6 +102,7 @@ def test_a_flipped_byte_is_found(file, tmp_path):
         load(tmp_path / "c", model=other, optimizer=again)
 
 
+@pytest.mark.cpu(reason="compares with a file read on the host")
 @pytest.mark.ranks(4)
 def test_shards_meet_in_one_file_and_go_elsewhere(tmp_path):
     for source in ("tensor", "zero1", "strided"):
@@ -154,7 +156,7 @@ def test_each_byte_is_read_once_by_all_together(tmp_path, monkeypatch):
     torch.manual_seed(0)
     weights = {"w": torch.randn(3000, 1001), "v": torch.randn(123)}
     save(tmp_path / "c", model=weights, format=Format(style="torch"))
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(default_device_type(), (2,))
     local = {name: distribute_tensor(torch.zeros_like(each), mesh, [Shard(0)]) for name, each in weights.items()}
     asked, whole = [], LocalSource.read_into
     monkeypatch.setattr(
@@ -168,9 +170,10 @@ def test_each_byte_is_read_once_by_all_together(tmp_path, monkeypatch):
     assert size <= read.item() < size + 3 * BLOCK
 
 
+@pytest.mark.cpu(reason="compares with a file read on the host")
 @pytest.mark.ranks(2)
 def test_files_are_dealt_out_to_the_ranks(tmp_path):
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(default_device_type(), (2,))
     model = fully_shard(make_model(), mesh=mesh)
     save(tmp_path / "c", model=model, format=Format(style="torch"))
     state = torch.load(tmp_path / "c" / "model.pt", weights_only=True)
@@ -195,6 +198,7 @@ def test_writing_into_memory_looks_only_at_the_tensors_it_meets():
     assert Watched.seen == 1
 
 
+@pytest.mark.cpu(reason="compares with a file read on the host")
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("copy", ["blocking", "background"])
 def test_it_is_written_in_the_background_and_holds_the_values_of_the_call(tmp_path, copy):

@@ -84,6 +84,7 @@ def adam_over(flat):
     return optimizer
 
 
+@pytest.mark.cpu(reason="compares with a file read on the host")
 @pytest.mark.ranks(4)
 def test_a_buffer_cut_mid_row_with_padding_on_a_tensor_parallel_shard(tmp_path):
     flat = flat_on_tensor_shard(whole_values(), 13)  # row 3 of the shard of w is cut after 1 of its 4 columns

@@ -259,6 +259,7 @@ def test_reshard_returns_each_rank_its_extra():
     assert report.extra == (10, 20, 10)[rank]
 
 
+@pytest.mark.cpu(reason="compares with a model on the host")
 @pytest.mark.ranks(2)
 def test_reshard_with_release_frees_the_source():
     rank = dist.get_rank()
@@ -407,6 +408,7 @@ def test_reshard_in_one_process_copies():
     assert train(other, second, AFTER) == train(model, optimizer, AFTER)
 
 
+@pytest.mark.cpu(reason="compares with a model on the host")
 @pytest.mark.ranks(2)
 def test_reshard_into_a_model_on_the_meta_device_fills_it():
     source = make_model(3)

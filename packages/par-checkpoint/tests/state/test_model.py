@@ -35,6 +35,7 @@ def strange():
     }
 
 
+@pytest.mark.cpu(reason="storage of a sparse tensor")
 @pytest.mark.ranks(2)
 def test_what_does_not_lie_in_memory_is_refused_by_name_on_every_rank(tmp_path):
     rank = dist.get_rank()

@@ -25,6 +25,7 @@ from par_checkpoint.storage import local
 from par_checkpoint.storage.local import LocalSource, LocalWriter
 from par_checkpoint.storage.sharing import Sharing
 from par_checkpoint.tiers.saving import PartStaging
+from par_testing import default_device_type
 
 from ..helpers import policies
 
@@ -46,7 +47,9 @@ def drawn():
 
 def cut(values, shape=None):
     """The values on a mesh of (replicas, parts)."""
-    mesh = init_device_mesh("cpu", shape or (1, dist.get_world_size()), mesh_dim_names=("data", "tensor"))
+    mesh = init_device_mesh(
+        default_device_type(), shape or (1, dist.get_world_size()), mesh_dim_names=("data", "tensor")
+    )
     return {name: distribute_tensor(values[name], mesh, [Replicate(), CUTS[name]]) for name in values}
 
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from par_checkpoint import CheckpointError, CorruptError, Tiers, inspect, load, read_tensor, save, verify
 from par_checkpoint.tools.cli import main
 from par_groups import Box
+from par_testing import default_device_type
 
 HOSTS = ("a", "b")
 SHAPES = {"rows": (2047, 1023), "all": (3, 700001), "odd": (3,)}
@@ -27,7 +28,7 @@ def values():
 
 def saved(folder, *, copies, name="run/step-00000001"):
     """On every rank: the folders of all hosts, once a checkpoint of half-precision and whole numbers is there."""
-    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+    mesh, rank = init_device_mesh(default_device_type(), (2,)), dist.get_rank()
     model = {
         name: distribute_tensor(value, mesh, [Shard(0) if name == "rows" else Replicate()])
         for name, value in values().items()
@@ -55,6 +56,7 @@ def box(start, size):
     return Box(start, size, 0, (1,) * len(size), ())
 
 
+@pytest.mark.cpu(reason="compares with a file read on the host")
 @pytest.mark.ranks(2)
 def test_what_hosts_hold_is_told_on_one_machine(tmp_path):
     folders = saved(tmp_path, copies=1)
