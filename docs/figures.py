@@ -21,6 +21,7 @@ from sequences import draw_sequences
 from shards import draw_shards
 from torch import nn
 from travels import draw_travels
+from versions import draw_versions
 from watchdog import draw_watchdog
 from ways import draw_ways
 
@@ -76,6 +77,7 @@ def main() -> None:
     for name, (config, world_size) in TOPOLOGIES.items():
         Topology.from_config(config, world_size).draw(IMAGES / f"{name}.svg")
     draw_moves(IMAGES / "reshard.svg")
+    draw_versions(IMAGES / "publish.svg")
     draw_layer_cost(IMAGES / "layer-cost.svg")
     draw_exposed(IMAGES / "exposed.svg")
     draw_expert_load(IMAGES / "expert-load.png")

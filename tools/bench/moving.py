@@ -55,7 +55,7 @@ def main() -> None:
             note=f"{TENSORS} fp32 tensors of {SHAPE[0]} x {SHAPE[1]} ({TENSORS * bytes_ >> 20} MiB in all), "
             f"{RANKS} gloo ranks with one thread each. A rank received {received:,} bytes. The lower bound is "
             f"{TENSORS * bytes_ * (RANKS - 1) // RANKS**2:,} bytes. {TURNS} turns in a drawn order; the ratio is the "
-            "median of those within a turn.",
+            "median of those within a turn. Other jobs shared the machine.",
             rows=moving,
         ),
         Section(

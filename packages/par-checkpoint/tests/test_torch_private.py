@@ -16,7 +16,7 @@ TIMEOUT = timedelta(seconds=30)
 @pytest.mark.ranks(2, backend="gloo")
 def test_communicators_of_gloo():
     rank = dist.get_rank()
-    gloo = private.gloo_among("a name of its own", rank, 2, TIMEOUT)
+    gloo = private.gloo_among(private.store_of_world("a name of its own"), rank, 2, TIMEOUT)
     every = torch.zeros(4, dtype=torch.uint8)
     private.all_gather_into(gloo, every, torch.full((2,), rank + 1, dtype=torch.uint8), TIMEOUT)
     assert every.tolist() == [1, 1, 2, 2]
@@ -33,7 +33,7 @@ def test_a_store_of_the_world_is_seen_by_all_ranks():
 @pytest.mark.ranks(2, backend="gloo")
 def test_collectives_of_a_communicator_wait_as_long_as_they_are_told():
     rank = dist.get_rank()
-    gloo = private.gloo_among("another name", rank, 2, TIMEOUT)
+    gloo = private.gloo_among(private.store_of_world("another name"), rank, 2, TIMEOUT)
     gloo.allreduce([torch.ones(1)]).wait()  # the ranks are connected
     private.set_timeout_of(gloo, timedelta(milliseconds=200))
     if rank == 0:

@@ -7,6 +7,9 @@ from ._load import LoadReport, load
 from ._policies import Format, Tiers, Transfer
 from ._save import save
 from ._torch_file import load_torch_file, save_torch_file
+from .live.publisher import Publication, Publisher
+from .live.receiver import Receiver, Staged
+from .live.rendezvous import Rendezvous
 from .live.reshard import Moved, reshard
 from .state.conversion import Conversion, TensorSlice
 from .state.expert_conversion import expert_conversion
@@ -31,8 +34,13 @@ __all__ = [
     "HostShard",
     "LoadReport",
     "Moved",
+    "Publication",
+    "Publisher",
+    "Receiver",
+    "Rendezvous",
     "ReplacedError",
     "Save",
+    "Staged",
     "State",
     "StoreError",
     "TensorSlice",

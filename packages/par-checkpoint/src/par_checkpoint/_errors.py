@@ -19,6 +19,10 @@ class ReplacedError(CheckpointError):
     """A checkpoint was replaced while it was read, again and again, or removed."""
 
 
+class UnansweredError(CheckpointError):
+    """A rank of the call does not answer."""
+
+
 class StoreError(CheckpointError):
     """A store of objects refuses or fails: credentials, a missing bucket, an outage. No checkpoint is lost by it."""
 

@@ -15,8 +15,8 @@ from par_groups import part_of
 F = TypeVar("F", bound=Callable[..., object])
 
 
-def gloo_among(nonce: str, rank: int, size: int, timeout: timedelta) -> Any:
-    """Return a gloo communicator of some ranks of the world, which meet through the world's store under a name.
+def gloo_among(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """Return a gloo communicator of some processes, which meet through a store.
 
     Two ranks connect at their first message. `send` and `recv` wait for the connection up to five times `timeout`, even
     if the `wait` of the work has a shorter one. If the other rank connects after that, the process that gave up aborts.
@@ -25,12 +25,11 @@ def gloo_among(nonce: str, rank: int, size: int, timeout: timedelta) -> Any:
     Since torch 2.6. `dist.new_group` also creates a communicator, but all ranks of the world must call it.
 
     Args:
-        nonce: Name of the communicator, the same on all of its ranks and unique in the world.
+        store: Store whose keys only this communicator uses.
         rank: This rank's number in the communicator.
         size: Number of ranks.
         timeout: Maximum time that collectives wait for a rank; connecting waits five times as long.
     """
-    store = dist.distributed_c10d.PrefixStore(nonce, dist.distributed_c10d._get_default_store())
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     # From about a thousand ranks on, one socket per pair of ranks exceeds the limit on open files of a process.

@@ -99,7 +99,7 @@ def reshard(
         (content, how, same), (models, optimizers, *words) = ranks.tell(look, 10)
         same.check(words, ranks)
         sections = [name for name, count in (("model", models), ("optimizer", optimizers)) if count]
-        memory = MemorySource.of(session, content, source, target, sections, how)
+        memory = MemorySource.of(ranks, session.planned, content, source, target, sections=sections, options=how)
         report = apply_(Into(state=target, strict=strict, dtype=dtype, device=None), memory, ranks)
         return Moved(
             **vars(report),

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
@@ -27,10 +27,11 @@ from ..transfer.errors import attempt
 from ..transfer.exchange import PieceExchange, claims_of_all, words_of
 from ..transfer.memory import LocalState, padded, unpacked
 from ..transfer.ranks import Ranks
-from ..transfer.sessions import Session
 from .digest import MODULUS, digest_of_box
 from .requests import exchange_requests
 from .wanted import MemoryPiece, PieceRequests, Wanted, halved, pieces_of
+
+Planned = Callable[[Hashable, Callable[[], Sequence[GlobalTensor]]], Sequence[GlobalTensor]]
 
 _ALONE = 1 << 18  # bytes of a piece above which a copy costs more than a message
 _BUFFERS = 4  # messages each way that travel while the next one is packed
@@ -68,6 +69,7 @@ class MemorySource:
         received: Bytes that this rank has received from others.
         sent: Bytes that it has sent.
         local: Bytes that it has copied within its memory.
+        has_begun: Whether all checks have passed and tensors may have changed.
     """
 
     ranks: Ranks
@@ -81,38 +83,48 @@ class MemorySource:
     received: int = 0
     sent: int = 0
     local: int = 0
+    has_begun: bool = False
     _requests: dict[str, PieceRequests] = field(default_factory=dict)  # by section
     _given: Counter[int] = field(default_factory=Counter)  # digests of given elements, by tensor
     _taken: Counter[int] = field(default_factory=Counter)
 
     @classmethod
     def of(
-        cls, session: Session, content: Content, source: State, target: State, sections: Sequence[str], how: MoveOptions
+        cls,
+        ranks: Ranks,
+        planned: Planned,
+        content: Content,
+        source: State,
+        target: State,
+        *,
+        sections: Sequence[str],
+        options: MoveOptions,
     ) -> "MemorySource":
         """Gather what all ranks hold. Collective.
 
         Args:
-            session: The ranks.
+            ranks: The ranks.
+            planned: Function that returns the plan with a key, or makes it; see `Session.planned`.
             content: Content of this rank.
             source: Objects of this rank whose state moves.
             target: Objects of this rank that are filled.
             sections: Sections that any rank's target has: "model", "optimizer".
-            how: How state moves.
+            options: How state moves.
 
         Raises:
             ValueError: Ranks disagree about a tensor or about state that is the same on all ranks; on every rank.
         """
-        ranks, claims = session.ranks, claims_of(content.entries)
+        claims = claims_of(content.entries)
         same = Comparable.of(content, source.layout, source.model)
         if source.is_empty:
             same = Comparable(layout=same.layout, samples=[], state=None, tied=[])
         check_layout([names for _, names in ranks.distinct(same.layout)])
         # A run moves its state again and again, so the tensors of the last move are kept by the digest of all claims.
         key = "move", tuple(ranks.total(words_of(claims, ranks.rank)))
-        tensors = session.planned(key, lambda: merge_claims(claims_of_all(ranks, claims)))
+        tensors = planned(key, lambda: merge_claims(claims_of_all(ranks, claims)))
         united = united_content(content, same, {"samples", "state", "tied"}, ranks, tensors)
         outline = _outline_of(united, tensors, sections)
-        return cls(ranks=ranks, content=content, tensors=tensors, outline=outline, target=target, options=how)
+        return cls(ranks=ranks, content=content, tensors=tensors, outline=outline, target=target, options=options)
 
     def prepare(self) -> None:
         """Check that the source has what the target asks for, and wait for kernels that write to the source."""
@@ -152,6 +164,7 @@ class MemorySource:
         Raises:
             CheckpointError: A rank is gone or has failed, or digests differ. The targets are then undefined.
         """
+        self.has_begun = True
         ranks, section = self.ranks, _section_of(targets)
         requests = self._requests.pop(section)
         rows_by_giver = {giver: requests.rows_to(giver) for giver in requests.givers}

@@ -24,7 +24,7 @@ from crc32c import crc32c
 
 from par_groups import bytes_of
 
-from .._errors import CheckpointError
+from .._errors import CheckpointError, UnansweredError
 from .._torch_private import all_gather_into, gloo_among, gloo_of, set_timeout_of
 from .errors import PortableError, attempt
 from .roll import Roll, named_ranks
@@ -95,11 +95,30 @@ class Ranks:
         self._name = ""
         self._in_background = in_background
         if group is not None and self.size > 1:
-            self._roll = roll or Roll(group)
+            self._roll = roll or Roll.of(group)
             if self._roll.is_lost:
                 self._gloo = self._gloo_of_trainer(group)
             else:
                 self._make()
+
+    @classmethod
+    def in_store(cls, store: Any, call: str, rank: int, size: int, timeout: float) -> "Ranks":
+        """Return the communicator of processes that meet in a store and need not be in one world.
+
+        Args:
+            store: Store whose keys only this communicator uses.
+            call: What they do together, for errors.
+            rank: Number of this process among them.
+            size: Number of processes.
+            timeout: Seconds after which a transfer with a process that does not answer raises.
+        """
+        ranks = cls(None, timeout)
+        ranks.rank, ranks.size = rank, size
+        ranks._roll = Roll(store, rank, range(size))
+        ranks._roll.come(call)
+        if size > 1:
+            ranks._make()
+        return ranks
 
     def set_timeout(self, timeout: float) -> None:
         """Set the seconds that all later calls wait for a rank that does not answer."""
@@ -112,7 +131,7 @@ class Ranks:
         """Make a communicator of only these ranks. All other ranks would have to call torch's `new_group`, too."""
         self._name = self._roll.next_name()
         try:
-            self._gloo = gloo_among(self._name, self.rank, self.size, _PATIENCE)
+            self._gloo = gloo_among(self._roll.store_for(self._name), self.rank, self.size, _PATIENCE)
             set_timeout_of(self._gloo, self._timeout)
             # A rank connects only with ranks that have published their side. gloo would otherwise wait inside the
             # store's client, which blocks every other thread of this process that uses the store.
@@ -150,13 +169,13 @@ class Ranks:
         absent = [] if self._in_background else self._roll.absent()
         if absent:
             has = "has" if len(absent) == 1 else "have"
-            return CheckpointError(
+            return UnansweredError(
                 f"timeout={seconds}: {self._roll.call} waits for all {self.size} ranks of its group, and "
                 f"{named_ranks(absent)} {has} not called it; remove the `if rank == 0` around it, or what keeps a rank "
                 "from it, or pass a group of the ranks that call it"
             )
         where = "a save in the background" if self._in_background else f"{self._roll.call}, to which all ranks came"
-        return CheckpointError(
+        return UnansweredError(
             f"timeout={seconds}: in {where}, a rank of {self.size} does not answer ({error!s:.200}); look at the "
             "logs of the other ranks and restart the run, or pass a larger timeout"
         )

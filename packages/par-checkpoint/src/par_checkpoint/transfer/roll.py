@@ -3,8 +3,10 @@
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from .._torch_private import store_of_world
 
@@ -18,7 +20,9 @@ class Roll:
     A rank that waits for another one cannot ask it, for the other one may be computing, or gone. The store answers.
 
     Args:
-        group: The ranks that save or load together.
+        store: Store whose keys only these ranks use.
+        rank: Number of this rank in its group.
+        world_ranks: Numbers of all ranks of the group in the world, for messages.
 
     Attributes:
         call: The present call, as errors name it.
@@ -26,13 +30,18 @@ class Roll:
             remaining ranks can still save.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, store: Any, rank: int, world_ranks: Sequence[int]) -> None:
         self.is_lost = False
-        self._prefix = f"par_checkpoint/{group.group_name}"
-        self._store = store_of_world(self._prefix)
-        self._rank, self._world_ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
+        self._store = store
+        self._rank, self._world_ranks = rank, world_ranks
         self._count = 0
         self.call = "a call of par_checkpoint"
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> "Roll":
+        """Return the roll of a group, in the store of the world."""
+        store = store_of_world(f"par_checkpoint/{group.group_name}")
+        return cls(store, dist.get_rank(group), dist.get_process_group_ranks(group))
 
     def come(self, call: str) -> None:
         """Record that this rank has joined a call.
@@ -79,7 +88,11 @@ class Roll:
 
     def next_name(self) -> str:
         """Return a name for a new communicator of this group, the same on all ranks that create it."""
-        return f"{self._prefix}/{self._count_of(1)}"
+        return f"communicator {self._count_of(1)}"
+
+    def store_for(self, name: str) -> Any:
+        """Return the store in which the ranks of a communicator meet."""
+        return PrefixStore(name, self._store)
 
     def give_back(self) -> None:
         """Free the last name after a communicator failed, because ranks that join it later need the same name."""

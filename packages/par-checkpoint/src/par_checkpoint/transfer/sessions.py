@@ -37,7 +37,7 @@ class Session:
         self.timeout = 0.0
         self.size = 1 if group is None else dist.get_world_size(group)
         self._group = (lambda: None) if group is None else weakref.ref(group)  # which must not keep itself alive
-        self._roll = None if group is None or self.size == 1 else Roll(group)
+        self._roll = None if group is None or self.size == 1 else Roll.of(group)
         self._turn = threading.Lock()  # of the call under way, where there are several ranks
         self._caller: threading.Thread | None = None  # which has it
         self._lock = threading.Lock()  # of what follows, held for a moment

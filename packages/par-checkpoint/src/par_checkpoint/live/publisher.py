@@ -1,0 +1,250 @@
+"""`Publisher`: the trainer offers its weights to generators, version by version."""
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from par_groups import parse_size
+
+from .._errors import CheckpointError
+from .._policies import check_timeout
+from ..state.collect import collect
+from ..state.quantised import is_float8
+from ..state.state import State
+from ..transfer.sessions import session_of
+from .rendezvous import ABORT, Rendezvous, Transaction, TransactionAborted
+from .version import MismatchError, Update, WeightCopy
+
+_logger = logging.getLogger(__name__)
+
+_IDLE = 0.02  # seconds between two looks for a generator
+
+
+@dataclass(frozen=True, kw_only=True)
+class Publication:
+    """A version that generators can take.
+
+    Args:
+        version: Its number.
+        bytes: Bytes of this rank's copy.
+        seconds: Duration of `publish` on this rank.
+    """
+
+    version: int
+    bytes: int
+    seconds: float
+    _publisher: "Publisher"
+
+    def wait(self, generators: int = 1, timeout: float = 1800.0) -> None:
+        """Wait until some generators have all of this version, or of a later one, in their memory. Not collective.
+
+        Args:
+            generators: Number of updates that have been committed.
+            timeout: Maximum seconds.
+
+        Raises:
+            CheckpointError: The time is over, or the store is lost.
+        """
+        self._publisher._wait_for(self.version, generators, timeout)
+
+
+class Publisher:
+    """Weights of a trainer, which it publishes in complete versions. Make it on every rank of the trainer.
+
+    A thread of each rank sends the newest version to any generator that asks for it, while the trainer continues. A
+    generator gets all of a version or nothing.
+
+    Args:
+        at: Where trainer and generators meet. A later publisher takes over from an earlier one.
+        state: The model; other members are ignored.
+        dtype: Dtype of floating-point tensors in a version; None: each keeps its own.
+        group: Ranks of the trainer. Default: all ranks.
+        budget: Memory for messages in each update, such as "256MB".
+        timeout: Seconds to wait for a rank or a generator that does not answer.
+
+    Raises:
+        ValueError, TypeError: An argument is not valid; on every rank.
+        CheckpointError: No store answers; on every rank.
+    """
+
+    def __init__(
+        self,
+        at: Rendezvous,
+        state: State,
+        *,
+        dtype: torch.dtype | None = torch.bfloat16,
+        group: dist.ProcessGroup | None = None,
+        budget: str | int = "256MB",
+        timeout: float = 60.0,
+    ) -> None:
+        self._at, self._state, self._dtype, self._timeout = at, state, dtype, timeout
+        self._session = session_of(group)
+        with self._session.calling("Publisher()", timeout) as session:
+
+            def look() -> None:
+                check_timeout(timeout)
+                if dtype is not None and is_float8(dtype):
+                    raise ValueError(f"dtype={dtype}: a cast to float8 needs scales; pass bfloat16 or None")
+                self._budget = parse_size(budget, name="budget", least=1)
+                self._store = at.open()
+
+            session.ranks.agree(look)
+            self._rank, self._ranks = session.ranks.rank, session.ranks.size
+            self._number: int = session.ranks.on_first(lambda: self._register(session.ranks.size))
+        self._newest: tuple[int, WeightCopy] | None = None
+        self._commits: dict[int, int] = {}  # number of committed updates, by version
+        self._changed = threading.Condition()
+        self._error: Exception | None = None
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="par-checkpoint-publish", daemon=True)
+        self._thread.start()
+
+    def _register(self, ranks: int) -> int:
+        """Return the number of this publisher, which takes over from all before it."""
+        number: int = self._store.add("publishers", 1)
+        self._store.set(f"{number}/ranks", str(ranks))
+        return number
+
+    def publish(self, version: int) -> Publication:
+        """Copy the weights to host memory, and offer the copy to generators. Collective over the trainer's ranks.
+
+        The trainer may change its weights when the call returns. An older version is not offered any longer.
+
+        Args:
+            version: Number of the version, larger than the last one.
+
+        Raises:
+            ValueError: `version` is not larger than the last one; on every rank.
+            CheckpointError: The store is lost, or another publisher has taken over; on every rank.
+        """
+        begin = time.perf_counter()
+        with self._session.calling(f"publish({version})", self._timeout) as session:
+
+            def copy() -> WeightCopy:
+                if self._error is not None:
+                    raise CheckpointError(f"generators cannot be reached any longer: {self._error}") from self._error
+                if self._newest is not None and version <= self._newest[0]:
+                    raise ValueError(f"version={version}: {self._newest[0]} is published; pass a larger number")
+                content = collect(
+                    State(
+                        model=self._state.model,
+                        layout=self._state.layout,
+                        names=self._state.names,
+                        convert=self._state.convert,
+                    )
+                )
+                found = WeightCopy.like(content, self._dtype)
+                found.copy_from_(content.entries)
+                return found
+
+            def offer() -> None:
+                # Only an answer shows that the store is alive: it may accept a value after its host has died.
+                try:
+                    latest = self._store.add("publishers", 0)
+                    self._store.set("newest", f"{self._number} {version}")
+                    offered = self._store.get("newest").decode()
+                except dist.DistError as error:
+                    raise CheckpointError(f"the store at {self._at.address} is lost; start another one") from error
+                if latest != self._number or offered != f"{self._number} {version}":
+                    raise CheckpointError(
+                        f"another publisher has taken over {self._at.name!r} at {self._at.address}; close this one"
+                    )
+
+            held = session.ranks.agree(copy)
+            with self._changed:
+                self._newest = version, held
+            session.ranks.on_first(offer)
+        return Publication(version=version, bytes=held.bytes, seconds=time.perf_counter() - begin, _publisher=self)
+
+    def close(self) -> None:
+        """End the thread of this rank, after the update that it may be sending. Generators keep what they have."""
+        self._closing.set()
+        self._thread.join()
+
+    def __enter__(self) -> "Publisher":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _wait_for(self, version: int, generators: int, timeout: float) -> None:
+        """Wait for committed updates of a version or of later ones."""
+
+        def is_over() -> bool:
+            done = sum(count for number, count in self._commits.items() if number >= version)
+            return done >= generators or self._error is not None
+
+        with self._changed:
+            found = self._changed.wait_for(is_over, timeout)
+        if self._error is not None:
+            raise CheckpointError(f"generators cannot be reached any longer: {self._error}") from self._error
+        if not found:
+            raise CheckpointError(
+                f"timeout={timeout:g}: fewer than {generators} generators have taken version {version}; look at their "
+                "logs, or pass a larger timeout"
+            )
+
+    def _serve(self) -> None:
+        """Send the newest version to one generator after the other."""
+        number = 1
+        try:
+            while not self._closing.is_set():
+                transaction = Transaction(self._store, self._number, number)
+                size = transaction.read("generator")
+                if size is None:
+                    self._closing.wait(_IDLE)
+                    continue
+                self._send(transaction, number, size)
+                number += 1
+        except Exception as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _send(self, transaction: Transaction, number: int, generator: int) -> None:
+        """Take part in one update.
+
+        Args:
+            transaction: The attempt.
+            number: Its number.
+            generator: Number of the generator's processes.
+        """
+        try:
+            # The first rank chooses the version, because ranks publish a new one at slightly different moments.
+            newest = self._newest
+            if self._rank == 0 and newest is not None:
+                transaction.announce("version", newest[0])
+            version = transaction.wait_for(lambda: transaction.read("version"), self._timeout, "the first rank")
+            newest = transaction.wait_for(lambda: self._at_least(version), self._timeout, f"version {version}")
+            if newest[0] != version:
+                raise TransactionAborted("a newer version has replaced it")
+        except TransactionAborted as error:
+            _logger.info("update %d: %s", number, error)
+            transaction.decide(ABORT)
+            return
+        update = Update(
+            at=self._at,
+            publisher=self._number,
+            number=number,
+            rank=self._rank,
+            size=self._ranks + generator,
+            budget=self._budget,
+            timeout=self._timeout,
+        )
+        try:
+            is_committed = update.run_(transaction, source=newest[1], target=None)
+        except MismatchError as error:
+            _logger.warning("update %d: %s", number, error)
+            return
+        with self._changed:
+            self._commits[version] = self._commits.get(version, 0) + is_committed
+            self._changed.notify_all()
+
+    def _at_least(self, version: int) -> tuple[int, WeightCopy] | None:
+        """Return the newest version, if it is not older than another one."""
+        newest = self._newest
+        return newest if newest is not None and newest[0] >= version else None

@@ -1,0 +1,159 @@
+"""A version of the weights that is complete in host memory, and the move of one to the processes of a generator."""
+
+import gc
+import logging
+import math
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+
+from par_groups import Box, Sharding
+
+from .._apply import Into, apply_
+from .._errors import CheckpointError, UnansweredError
+from ..format.bytes import copy_elements_
+from ..plan.claims import LocalTensor
+from ..state.collect import Content, collect
+from ..state.state import State
+from ..transfer.ranks import Ranks
+from .rendezvous import ABORT, COMMIT, Rendezvous, Transaction
+from .source import MemorySource, MoveOptions
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightCopy:
+    """A copy of this rank's part of the weights in host memory.
+
+    Args:
+        tensors: Tensor of each part by its name in the exchange: all boxes of the rank, one after the other.
+        layout: Sharding of each tensor.
+        tied: Name of the stored tensor by name of a tensor that is tied to it.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    layout: dict[str, Sharding]
+    tied: dict[str, str]
+
+    @classmethod
+    def like(cls, content: Content, dtype: torch.dtype | None) -> "WeightCopy":
+        """Return memory for the tensors of a rank.
+
+        Args:
+            content: Content of the rank.
+            dtype: Dtype of floating-point tensors; None: each keeps its own.
+        """
+        tensors, layout = dict[str, torch.Tensor](), dict[str, Sharding]()
+        for entry in content.entries:
+            boxes, size = list[Box](), 0
+            for box in entry.sharding.boxes:
+                stride = tuple(math.prod(box.size[dim + 1 :]) for dim in range(len(box.size)))
+                boxes.append(replace(box, offset=size, stride=stride))
+                size += box.numel
+            is_cast = dtype is not None and entry.dtype.is_floating_point and entry.dtype.itemsize > 1
+            shape = boxes[0].size if len(boxes) == 1 else (size,)
+            tensors[entry.name] = torch.empty(shape, dtype=dtype if is_cast else entry.dtype, device="cpu")
+            layout[entry.name] = replace(entry.sharding, boxes=tuple(boxes))
+        return cls(tensors=tensors, layout=layout, tied=dict(content.tied))
+
+    def copy_from_(self, entries: Iterable[LocalTensor]) -> None:
+        """Fill the copy with the values of a rank, which are cast."""
+        for entry in entries:
+            for mine, box in zip(self.layout[entry.name].boxes, entry.sharding.boxes, strict=True):
+                copy_elements_(mine.of(self.tensors[entry.name]), box.of(entry.local))
+
+    def copy_to_(self, entries: Iterable[LocalTensor]) -> None:
+        """Copy the values to the tensors of a rank."""
+        for entry in entries:
+            for mine, box in zip(self.layout[entry.name].boxes, entry.sharding.boxes, strict=True):
+                copy_elements_(box.of(entry.local), mine.of(self.tensors[entry.name]))
+
+    @property
+    def state(self) -> State:
+        """The copy as an argument of a move."""
+        return State(model=self.tensors, layout=self.layout)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+class MismatchError(CheckpointError):
+    """A generator asks for other tensors than the trainer has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """One attempt to move a version into the memory of a generator's processes.
+
+    Args:
+        at: Where the processes meet.
+        publisher: Number of the publisher.
+        number: Number of the attempt.
+        rank: Number of this process: the trainer's ranks come first.
+        size: Number of all processes.
+        budget: Bytes of the buffers for messages.
+        timeout: Seconds to wait for a process that does not answer.
+    """
+
+    at: Rendezvous
+    publisher: int
+    number: int
+    rank: int
+    size: int
+    budget: int
+    timeout: float
+
+    def run_(self, transaction: Transaction, *, source: WeightCopy | None, target: WeightCopy | None) -> bool:
+        """Move the version, and return whether all of it has arrived everywhere. Collective over all processes.
+
+        Args:
+            transaction: This attempt.
+            source: What this process has; None in a generator.
+            target: What it fills; None in a trainer.
+
+        Raises:
+            MismatchError: Source and target do not have the same tensors; on every process.
+        """
+        moving: list[MemorySource] = []
+        try:
+            transaction.gather(self.size, self.timeout)
+            self._move_(moving, source, target)
+        except Exception as error:
+            # A process ends the move without an error only after all have compared the digests of complete copies. So
+            # if another process has committed, this copy is complete, too.
+            decision = transaction.decide(ABORT)
+            _logger.info("update %d ended with %s: %s", self.number, decision, error)
+            is_mismatch = isinstance(error, ValueError | TypeError | CheckpointError)
+            if is_mismatch and not isinstance(error, UnansweredError) and not (moving and moving[0].has_begun):
+                raise MismatchError(f"the trainer's weights do not fit the generator's: {error}") from None
+            traceback.clear_frames(error.__traceback__)
+        else:
+            return transaction.decide(COMMIT) == COMMIT
+        # gloo closes its connections once nothing refers to them, and only then the other processes notice.
+        moving.clear()
+        gc.collect()
+        return decision == COMMIT
+
+    def _move_(self, moving: list[MemorySource], source: WeightCopy | None, target: WeightCopy | None) -> None:
+        """Connect the processes and move the values; `moving` receives the source once it exists."""
+        # The client is not shared: gloo may block it while two processes connect.
+        store = Transaction(self.at.open(), self.publisher, self.number).store
+        ranks = Ranks.in_store(store, "an update of weights", self.rank, self.size, self.timeout)
+        held = State() if source is None else source.state
+        filled = State() if target is None else target.state
+        content = collect(held)
+        if source is not None:
+            content = replace(content, tied=source.tied)
+        options = MoveOptions(budget=self.budget, release=False, verify=True)
+        memory = MemorySource.of(
+            ranks, lambda _, make: make(), content, held, filled, sections=["model"], options=options
+        )
+        moving.append(memory)
+        dtypes = () if target is None else {each.dtype for each in target.tensors.values()}
+        floating = tuple(dtype for dtype in dtypes if dtype.is_floating_point)
+        apply_(Into(state=filled, strict=True, dtype=floating or None, device=None), memory, ranks)

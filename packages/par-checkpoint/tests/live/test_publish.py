@@ -1,0 +1,196 @@
+"""Weights that generators take from a trainer in complete versions."""
+
+import gc
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from par_checkpoint import CheckpointError, Publisher, Receiver, Rendezvous, State
+
+from .cuts import sharded
+
+SHAPES = {"embed": (12, 6), "layer": (8, 10), "norm": (8,)}
+
+
+def full(version, name):
+    """The full tensor of a version; its elements are exact in bf16, and differ between versions."""
+    return torch.arange(torch.Size(SHAPES[name]).numel()).view(SHAPES[name]) % 16 + 16.0 * version
+
+
+def part(version, rank, dim, dtype):
+    """The state of one of two ranks, which shard dim `dim`, the last one if a tensor has fewer."""
+    model, layout = {}, {}
+    for name, shape in SHAPES.items():
+        along = min(dim, len(shape) - 1)
+        start, size = [0] * len(shape), list(shape)
+        start[along], size[along] = rank * shape[along] // 2, shape[along] // 2
+        model[name], layout[name] = sharded(shape, [(tuple(start), tuple(size))], rank, dtype)
+        for box in layout[name].boxes:
+            box.of(model[name]).copy_(full(version, name)[box.slices])
+    return State(model=model, layout=layout)
+
+
+def served(state):
+    """The version of which this rank has every element, or "mixture"."""
+    found = set()
+    for name, tensor in state.model.items():
+        for box in state.layout[name].boxes:
+            versions = [v for v in range(-1, 9) if torch.equal(box.of(tensor).float(), full(v, name)[box.slices])]
+            found.add(versions[0] if versions else "mixture")
+    return found.pop() if len(found) == 1 else "mixture"
+
+
+def polled(receiver, seconds=30):
+    """The next staged version."""
+    deadline = time.monotonic() + seconds
+    while (staged := receiver.poll()) is None:
+        assert time.monotonic() < deadline, "no version has arrived"
+        time.sleep(0.01)
+    return staged
+
+
+@pytest.fixture
+def rendezvous():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield Rendezvous(f"127.0.0.1:{store.port}"), store
+    del store
+
+
+def test_rendezvous_without_a_port_raises():
+    with pytest.raises(ValueError, match="address='localhost': not a host and a port"):
+        Rendezvous("localhost")
+
+
+@pytest.mark.ranks(4, timeout=120)
+def test_receiver_serves_each_published_version_complete():
+    rank = dist.get_rank()
+    trainers, generators = dist.new_group([0, 1]), dist.new_group([2, 3])
+    hosted = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    address = [f"127.0.0.1:{hosted.port}" if hosted else None]
+    dist.broadcast_object_list(address)
+    at = Rendezvous(address[0])
+    if rank < 2:
+        state = part(0, rank, 0, torch.float32)
+        with Publisher(at, state, group=trainers, timeout=30) as publisher:
+            for version in (1, 2):
+                for name, tensor in part(version, rank, 0, torch.float32).model.items():
+                    state.model[name].copy_(tensor)
+                published = publisher.publish(version)
+                for tensor in state.model.values():
+                    tensor.zero_()  # the trainer continues
+                published.wait(timeout=30)
+                dist.barrier()
+            dist.barrier()
+    else:
+        state = part(0, rank - 2, 1, torch.bfloat16)
+        with Receiver(at, state, group=generators, timeout=30) as receiver:
+            assert receiver.version is None
+            for version in (1, 2):
+                staged = polled(receiver)
+                assert served(state) == version - 1  # what is served changes in `apply` only
+                assert staged.version == version
+                dist.barrier()
+                staged.apply()
+                assert receiver.version == version
+                assert served(state) == version
+            assert receiver.poll() is None
+            dist.barrier()
+
+
+def test_receiver_without_ranks_takes_full_tensors(rendezvous):
+    at, _ = rendezvous
+    trained = {name: full(3, name) for name in SHAPES}
+    state = State(model={name: torch.zeros(shape) for name, shape in SHAPES.items()})
+    with Publisher(at, State(model=trained), dtype=None, timeout=20) as publisher:
+        publisher.publish(3)
+        with Receiver(at, state, timeout=20) as receiver:
+            staged = polled(receiver)
+            assert {name: tensor.shape for name, tensor in staged.tensors()} == SHAPES
+            staged.accept()
+            assert receiver.version == 3
+            assert not state.model["norm"].any()  # another program has taken the values
+            with pytest.raises(CheckpointError, match="was applied before"):
+                staged.apply()
+        with pytest.raises(ValueError, match="3 is published; pass a larger number"):
+            publisher.publish(3)
+
+
+def test_publisher_of_two_at_one_rendezvous_raises_on_the_older(rendezvous):
+    at, _ = rendezvous
+    state = State(model={"a": torch.ones(3)})
+    with Publisher(at, state, timeout=20) as older, Publisher(at, state, timeout=20) as newer:
+        newer.publish(1)
+        with pytest.raises(CheckpointError, match="another publisher has taken over 'weights'"):
+            older.publish(2)
+
+
+def test_receiver_with_another_vocabulary_raises_and_changes_nothing(rendezvous):
+    at, _ = rendezvous
+    state = State(model={"embed": torch.zeros(5, 2)})
+    with Publisher(at, State(model={"embed": torch.ones(4, 2)}), timeout=20) as publisher:
+        publisher.publish(1)
+        with (
+            Receiver(at, state, timeout=20) as receiver,
+            pytest.raises(CheckpointError, match=r"(?s)do not fit the generator's.*'embed' is torch.bfloat16 \(4, 2\)"),
+        ):
+            polled(receiver)
+        assert not state.model["embed"].any()
+        with Receiver(at, State(model={"embed": torch.zeros(4, 2)}), timeout=20) as receiver:  # others can still come
+            assert polled(receiver).version == 1
+
+
+def test_receiver_that_comes_late_takes_the_newest_version(rendezvous):
+    at, _ = rendezvous
+    state = State(model={"a": torch.ones(3)})
+    other = State(model={"a": torch.zeros(3)})
+    with Publisher(at, state, timeout=20) as publisher:
+        for version in (1, 2, 5):
+            state.model["a"].fill_(version)
+            publisher.publish(version)
+        with Receiver(at, other, timeout=20) as receiver:
+            polled(receiver).apply()
+            assert receiver.version == 5
+            assert other.model["a"].tolist() == [5, 5, 5]
+
+
+def test_publisher_does_not_wait_for_a_generator_that_serves(rendezvous):
+    at, _ = rendezvous
+    state, other = State(model={"a": torch.ones(3)}), State(model={"a": torch.zeros(3)})
+    with Publisher(at, state, timeout=20) as publisher, Receiver(at, other, timeout=20) as receiver:
+        publisher.publish(1)
+        staged = polled(receiver)
+        for version in (2, 3):  # the generator is in a long batch
+            state.model["a"].fill_(version)
+            publisher.publish(version)
+        staged.apply()
+        assert other.model["a"].tolist() == [1, 1, 1]
+        polled(receiver).apply()
+        assert receiver.version == 3
+
+
+def test_publisher_that_takes_over_may_publish_the_same_version(rendezvous):
+    at, _ = rendezvous
+    other = State(model={"a": torch.zeros(3)})
+    with Receiver(at, other, timeout=20) as receiver:
+        for value in (1.0, 2.0):  # a trainer is restarted from a checkpoint
+            with Publisher(at, State(model={"a": torch.full((3,), value)}), timeout=20) as publisher:
+                publisher.publish(7)
+                polled(receiver).apply()
+                assert other.model["a"].tolist() == [value] * 3
+
+
+def test_receiver_keeps_its_version_when_the_store_is_lost():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    at = Rendezvous(f"127.0.0.1:{store.port}")
+    state, other = State(model={"a": torch.ones(3)}), State(model={"a": torch.zeros(3)})
+    with Publisher(at, state, timeout=5) as publisher, Receiver(at, other, timeout=5) as receiver:
+        publisher.publish(1)
+        polled(receiver).apply()
+        del store
+        gc.collect()
+        with pytest.raises(CheckpointError, match=r"is lost|cannot be reached"):
+            publisher.publish(2)
+        assert receiver.poll() is None
+        assert receiver.version == 1
