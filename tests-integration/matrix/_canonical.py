@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from par_data import ShardedDataLoader
-from par_groups import Digest, digest_of
-from par_layers import initialize, layer_set
+from par_groups import Digest, LaneCounts, digest_of
+from par_layers import initialize, layer_set, parallelize
 from par_precision.exact.grid import GridHooks
 from par_precision.exact.squares import exact_squares, squares_of
 from par_train.jobs.byte_gpt import fill_, make_gpt
@@ -21,9 +21,10 @@ from ._training import (
     BATCH,
     CLIP_NORM,
     CONTEXT,
+    IN_LANES,
     OURS,
     SEED,
-    VOCABULARY,
+    SMALL,
     Curve,
     adamw,
     cut_by_documents,
@@ -36,22 +37,33 @@ from ._training import (
     warm_up,
 )
 
-LANES = 8
-"""One row of a batch each. 1, 2 and 4 data ranks divide them, and so do the tensor ranks of every mode."""
+LANES = LaneCounts(data=8)
+"""One row of a batch each. 1, 2 and 4 data ranks divide them."""
+
+TENSOR_LANES = LaneCounts(data=8, tensor=4)
+"""The same, and four blocks of each sharded weight, also on ranks that have all of them."""
+
 PRECISIONS = ("fp32", "bf16")
-SO_FAR = ("data", "pipeline")
+SO_FAR = ("data", "pipeline", "tensor")
 """Axes whose cells must run. A cell with another axis joins as soon as a strategy accepts it."""
 
 
-def canonical(case: Case) -> Case:
+def canonical(case: Case, lanes: LaneCounts = LANES) -> Case:
     """Return a configuration with canonical numerics, whose microbatches are the lanes of a data rank."""
     pipeline = {name: value for name, value in case.options["pipeline"].items() if name != "microbatches"}
-    return replace(case, options={**case.options, "pipeline": pipeline, "numerics": "canonical", "lanes": LANES})
+    return replace(case, options={**case.options, "pipeline": pipeline, "numerics": "canonical", "lanes": lanes})
 
 
 def must_run(case: Case) -> bool:
     """Whether a strategy may not refuse this configuration."""
-    return set(case.options["parallel"]).issubset(SO_FAR) and case.model != "Mixture" and not case.muon
+    parallel = case.options["parallel"]
+    is_exact = set(parallel).issubset(SO_FAR) and parallel.get("tensor", {"mode": "1d"})["mode"] == "1d"
+    return is_exact and case.model != "Mixture" and not case.muon
+
+
+def lanes_of(case: Case) -> LaneCounts:
+    """Return the lanes of a configuration; the packed model has sizes that tensor lanes do not divide."""
+    return LANES if case.model == "Packed" else TENSOR_LANES
 
 
 def fingerprint(digest: Digest, curve: Curve) -> str:
@@ -62,18 +74,27 @@ def fingerprint(digest: Digest, curve: Curve) -> str:
 
 @functools.cache
 def one_device(
-    precision: str, steps: int, blocks: int, device: str, *, tied: bool, model: str = "GPT"
+    precision: str,
+    steps: int,
+    blocks: int,
+    device: str,
+    *,
+    tied: bool,
+    model: str = "GPT",
+    lanes: LaneCounts = LANES,
 ) -> tuple[Digest, Curve]:
     """The weights and the curve of one device without a strategy: one lane after the other, the last one first."""
-    layers = layer_set(None)
+    layers, sizes = layer_set(None, lanes=lanes), SMALL if lanes.tensor == 1 else IN_LANES
     whole: Any
     if model == "Packed":
         whole = fill_(make_gpt(packed(blocks, tied=tied), layers), SEED)
     elif model in OURS:
-        whole = gpt(layers, blocks, tied=tied, experts=model == "Mixture")
+        whole = gpt(layers, blocks, tied=tied, experts=model == "Mixture", sizes=sizes)
         initialize(whole, SEED)
     else:
-        whole = llama(blocks, tied=tied)
+        whole = llama(blocks, tied=tied, sizes=sizes)
+        if lanes.tensor > 1:
+            parallelize(whole, layers)
     whole.to(device)
     weights = dict(whole.named_parameters())
     masters = nn.ParameterList(weight.detach().clone() for weight in weights.values())
@@ -81,15 +102,15 @@ def one_device(
     schedule = warm_up(optimizer)
     for weight in weights.values():
         weight.data = weight.data.to(torch.bfloat16 if precision == "bf16" else torch.float32)
-    GridHooks(whole, LANES)
+    GridHooks(whole, lanes.data)
     data = ShardedDataLoader(loader(), rank=0, num_replicas=1, seed=SEED)
     data.device = torch.device(device)
-    batches, curve, scale = endless(data), Curve([], []), 2.0 ** round(math.log2(CONTEXT * LANES))
+    batches, curve, scale = endless(data), Curve([], []), 2.0 ** round(math.log2(CONTEXT * lanes.data))
     cut = cut_by_documents(layers.context)
     for _ in range(steps):
         rows, total = next(batches), 0.0
-        for lane in reversed(range(LANES)):
-            own = tuple(tensor[lane * BATCH // LANES : (lane + 1) * BATCH // LANES] for tensor in rows)
+        for lane in reversed(range(lanes.data)):
+            own = tuple(tensor[lane * BATCH // lanes.data : (lane + 1) * BATCH // lanes.data] for tensor in rows)
             mean, weight = lane_loss(whole, layers, own, model, cut)
             (mean * torch.tensor(weight / scale, dtype=torch.float64).to(mean.dtype)).backward()
             total += weight
@@ -119,7 +140,10 @@ def lane_loss(whole: Any, layers: Any, rows: tuple[Tensor, Tensor], model: str, 
         counts = float(batch.target[1].sum())
         return summed(whole, whole(*batch.inputs, **batch.kwargs).float(), batch.target[0]) / counts, counts
     if model in OURS:
-        return layers.cross_entropy(whole(inputs).float(), targets, classes=VOCABULARY), 1.0
+        return layers.cross_entropy(whole(inputs).float(), targets, classes=whole[-1].head.vocabulary), 1.0
     logits = whole(input_ids=inputs, use_cache=False).logits.float().flatten(0, 1)
     counts = targets.numel()
+    if layers.rules.lanes.tensor > 1:
+        loss = layers.cross_entropy(logits, targets.flatten(), classes=logits.shape[-1], reduction="sum")
+        return loss / counts, float(counts)
     return nn.functional.cross_entropy(logits, targets.flatten(), reduction="sum") / counts, float(counts)

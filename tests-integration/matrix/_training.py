@@ -32,6 +32,23 @@ except ImportError:  # the cells of a Llama are left out
     LlamaForCausalLM = None
 
 VOCABULARY, WIDTH, HEADS, CONTEXT = 29, 32, 4, 16  # the vocabulary is padded wherever it is cut
+
+
+class Sizes(NamedTuple):
+    """The sizes of a model that are sharded."""
+
+    vocabulary: int
+    width: int
+    inner: int
+    heads: int
+    head: int
+
+
+SMALL = Sizes(VOCABULARY, WIDTH, 48, HEADS, WIDTH // HEADS)
+IN_LANES = Sizes(128, 128, 128, 8, 32)
+"""Four tensor lanes divide each of them, and so do the key heads of a Llama, half as many."""
+
+
 BATCH, SAMPLES = 8, 44  # the last batch of an epoch is left out
 SEED, CLIP_NORM = 0, 0.5
 OURS = ("GPT", "Mixture")  # of the strategy's layers
@@ -116,25 +133,28 @@ class Mixed(nn.Module):
         return hidden + added
 
 
-def gpt(layers: LayerSet, blocks: int, *, tied: bool = False, experts: bool = False) -> nn.Sequential:
+def gpt(
+    layers: LayerSet, blocks: int, *, tied: bool = False, experts: bool = False, sizes: Sizes = SMALL
+) -> nn.Sequential:
     """As many layers as blocks, one before and one after them."""
-    parts = GPT(layers, VOCABULARY, WIDTH, HEADS, blocks, CONTEXT, tied=tied)
+    parts = GPT(layers, sizes.vocabulary, sizes.width, sizes.width // sizes.head, blocks, CONTEXT, tied=tied)
     first = OrderedDict(tokens=parts.tokens, positions=parts.positions)
     last = OrderedDict(norm=parts.norm, head=parts.head)
     between = [Mixed(layers, block) for block in parts.blocks] if experts else parts.blocks
     return nn.Sequential(nn.Sequential(first), *between, nn.Sequential(last))
 
 
-def llama(blocks: int, *, tied: bool = False) -> nn.Module:
+def llama(blocks: int, *, tied: bool = False, sizes: Sizes = SMALL) -> nn.Module:
     """As transformers has it; each rank makes the whole one, with the same weights."""
     torch.manual_seed(SEED)
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=48,
+        vocab_size=sizes.vocabulary,
+        hidden_size=sizes.width,
+        intermediate_size=sizes.inner,
         num_hidden_layers=blocks,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS // 2,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.heads // 2,
+        head_dim=sizes.head,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=tied,
     )
@@ -297,11 +317,12 @@ class Run:
         self, strategy: Strategy, blocks: int, *, tied: bool = False, model: str = "GPT", muon: bool = False
     ) -> None:
         self.strategy, self.kind, self.count = strategy, model, 1.0
+        self.sizes = IN_LANES if strategy.layers.rules.lanes.tensor > 1 else SMALL
         if model == "Packed":
             whole = self.packed(packed(blocks, tied=tied))
         else:
             ours = partial(gpt, strategy.layers, experts=model == "Mixture")
-            whole = (ours if model in OURS else llama)(blocks, tied=tied)
+            whole = (ours if model in OURS else llama)(blocks, tied=tied, sizes=self.sizes)
         optimizer = MuonAndMomentum(whole) if muon else adamw(whole)
         self.model, self.optimizer, batches, self.scheduler = strategy.initialize(
             whole, optimizer, loader(), warm_up(optimizer)
@@ -347,7 +368,7 @@ class Run:
         return loss
 
     def criterion(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return self.strategy.layers.cross_entropy(logits, targets, classes=VOCABULARY)
+        return self.strategy.layers.cross_entropy(logits, targets, classes=self.sizes.vocabulary)
 
     def packed_criterion(self, logits: Tensor, target: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """The sum over the targets of whole rows, and their number."""

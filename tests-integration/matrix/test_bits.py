@@ -2,7 +2,7 @@
 
 import pytest
 
-from ._canonical import PRECISIONS, canonical, fingerprint, must_run, one_device
+from ._canonical import LANES, PRECISIONS, canonical, fingerprint, lanes_of, must_run, one_device
 from ._cases import case, every_cell
 from ._results import note
 from ._training import Run, strategy_of
@@ -16,38 +16,73 @@ COVER = [
     (case(2, "1f1b", zero=1, tied=True, model="Llama"), "bf16"),
     (case(model="Packed"), "fp32"),
     (case(2, zero=3, recompute="layers"), "fp32"),
+    *((case(tensor="SP2"), each) for each in PRECISIONS),
+    (case(2, "1f1b", "TP2", zero=1, recompute="layers:2"), "fp32"),
+    (case(pipeline="1f1b", tensor="SP2", model="Llama"), "fp32"),
 ]
+FURTHER = [
+    *(case(4, zero=stage) for stage in (0, 3)),
+    *(case(tensor=name) for name in ("TP4", "SP4")),
+    *(case(tied=True), case(2, zero=3, tied=True), case(2, "zb_v", zero=1, tied=True)),
+    *(case(2, zero=2, model="Packed"), case(pipeline="zb_h1", model="Packed")),
+    *(case(model="Llama"), case(2, zero=3, model="Llama"), case(pipeline="zb_h1", model="Llama")),
+    *(case(tensor=name, model="Llama") for name in ("TP4", "SP4")),
+    *(case(tied=True, model="Llama"), case(pipeline="zb_v", tied=True, model="Llama")),
+]
+"""Configurations that need no row with tolerances, because others have the same sums in the same order."""
 
 
 def cells():
     """Every cell of the matrix in the precisions that have exact sums, but for those with a memory budget."""
-    return [
+    exact = [
         (case, precision)
         for case, precision in every_cell()
         if precision in PRECISIONS and not case.muon and case.options["memory"] is None
     ]
+    return [*exact, *((case, precision) for case in FURTHER for precision in PRECISIONS)]
+
+
+PLAIN = [(case(), "fp32"), (case(2, zero=3), "bf16"), (case(pipeline="zb_v", tied=True), "fp32")]
+"""Cells that run without tensor lanes, too: their reference is a loop whose model is in plain torch."""
 
 
 def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
-        chosen = cells() if metafunc.config.getoption("--matrix") == "full" else COVER
+        in_full = metafunc.config.getoption("--matrix") == "full"
+        chosen = cells() if in_full else COVER
+        if metafunc.function is test_one_tensor_lane_has_the_bits_of_plain_torch:
+            chosen = PLAIN
         metafunc.parametrize(("case", "precision"), [in_a_world_of_its_size(*each) for each in chosen])
 
 
 def test_a_configuration_has_the_bits_of_one_device(case, precision, extent, device, results):
-    steps, blocks, kind = extent.steps, extent.blocks, {"tied": case.tied, "model": case.model}
+    lanes = lanes_of(case)
     try:
-        strategy = strategy_of(canonical(case), precision, device)
+        found = trained(case, lanes, precision, extent, device)
     except ValueError as error:
         if must_run(case) or "numerics='canonical'" not in str(error):
             raise
         pytest.skip(str(error))  # the cell joins as soon as a strategy accepts its axes
-    with strategy:
-        run = Run(strategy, blocks, **kind)
-        curve = run.train(steps)
-        digest = strategy.digest(run.model)
-    expected, alone = one_device(precision, steps, blocks, device, **kind)
     model = case.model + ", tied" * case.tied
-    note(results, kind="bits", case=case.name, precision=precision, model=model, bits=fingerprint(digest, curve))
-    assert digest.differing(expected) == []
-    assert curve.norms == alone.norms
+    note(results, kind="bits", case=case.name, precision=precision, model=model, bits=fingerprint(*found))
+    assert_equal_to_one_device(found, case, lanes, precision, extent, device)
+
+
+def test_one_tensor_lane_has_the_bits_of_plain_torch(case, precision, extent, device):
+    found = trained(case, LANES, precision, extent, device)
+    assert_equal_to_one_device(found, case, LANES, precision, extent, device)
+
+
+def trained(case, lanes, precision, extent, device):
+    """The digest of the weights after the last step, and the curve."""
+    with strategy_of(canonical(case, lanes), precision, device) as strategy:
+        run = Run(strategy, extent.blocks, tied=case.tied, model=case.model)
+        curve = run.train(extent.steps)
+        return strategy.digest(run.model), curve
+
+
+def assert_equal_to_one_device(found, case, lanes, precision, extent, device):
+    kind = {"tied": case.tied, "model": case.model, "lanes": lanes}
+    expected, alone = one_device(precision, extent.steps, extent.blocks, device, **kind)
+    assert found[0].differing(expected) == []
+    assert found[1].norms == alone.norms

@@ -4,7 +4,9 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from par_groups import on_grid
 from par_layers.examples.gpt import GPT
+from par_layers.modes.chunks import ChunkSums
 from par_testing import storm
 from par_train import Strategy
 
@@ -134,6 +136,29 @@ def test_models_without_a_form_in_lanes_are_refused(tensor, message):
     options = {"numerics": "canonical", "lanes": LANES}
     with Strategy(parallel={"tensor": tensor}, **options) as strategy, pytest.raises(ValueError, match=message):
         strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.ranks(2)
+def test_norms_with_several_uses_are_refused_under_sequence_parallelism():
+    model = llama(None)
+    model.model.layers[0].input_layernorm = model.model.layers[1].input_layernorm
+    options = {"numerics": "canonical", "lanes": LANES}
+    with Strategy(parallel=SEQUENCE[2], **options) as strategy, pytest.raises(ValueError, match="round the gradient"):
+        strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.ranks(2)
+def test_offloaded_partial_gradients_are_refused():
+    model, options = llama(None), {"numerics": "canonical", "lanes": LANES, "zero": {"stage": 1, "offload": "cpu"}}
+    with Strategy(parallel=SEQUENCE[2], **options) as strategy, pytest.raises(ValueError, match="is a sum over tensor"):
+        strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.ranks(2)
+def test_sums_over_all_tokens_of_a_rank_have_other_bits(monkeypatch):
+    """So the tests of sequence parallelism can fail: with chunks as long as a rank's part, the bits are others."""
+    monkeypatch.setattr(ChunkSums, "of_tokens", lambda _, x: on_grid(x.float().flatten(0, -2).sum(0)))
+    assert digest({}, gpt, steps=1) != digest(SEQUENCE[2], gpt, steps=1)
 
 
 @pytest.mark.ranks(1)

@@ -108,7 +108,7 @@ class ParallelVocabEmbedding(ParallelLayer):
         if grid.size(rules.vocabulary_gathered) > 1:
             table = all_gather_to(table, grid.group(rules.vocabulary_gathered), 0)
         if grid.size(rules.vocabulary) == 1:
-            return rules.token_parameters.look_up(cut_tokens(ids, rules.residual, grid), table, self.padding_id)
+            return functional.embedding(cut_tokens(ids, rules.residual, grid), table, self.padding_id)
         looked_up = self._look_up(cut_batch(ids, self._batch_before, grid), table)
         group = grid.group(rules.vocabulary)
         # The ranks that hold other rows of the table also hold other rows of the batch, so each keeps only its batch
@@ -135,7 +135,7 @@ class ParallelVocabEmbedding(ParallelLayer):
         if padding not in range(length):
             padding = None
         # Ids of other ranks look up row 0, because an index must be valid; their result is replaced by zeros.
-        rows = self._rules.token_parameters.look_up(local.masked_fill(elsewhere, 0), table, padding)
+        rows = functional.embedding(local.masked_fill(elsewhere, 0), table, padding)
         # A negative zero: the sum with it preserves a zero of either sign.
         return rows.masked_fill(elsewhere.unsqueeze(-1), -0.0)
 

@@ -24,15 +24,14 @@ class TokenParameters:
             return functional.layer_norm(x, weight.shape, weight, bias, eps)
         return functional.rms_norm(x, weight.shape, weight, eps)
 
-    def look_up(self, ids: Tensor, table: Tensor, padding: int | None = None) -> Tensor:
+    def look_up(self, ids: Tensor, table: Tensor) -> Tensor:
         """Return rows of a table, [..., features].
 
         Args:
             ids: Numbers of rows, int64 of any shape.
             table: The table [rows, features].
-            padding: Row that gets no gradient; None for none.
         """
-        return functional.embedding(ids, table, padding)
+        return functional.embedding(ids, table)
 
     def add_positions(self, x: Tensor, table: Tensor, first: int) -> Tensor:
         """Add consecutive rows of a table [rows, features] to x [..., tokens, features], beginning with row `first`."""

@@ -141,6 +141,18 @@ def _check(model: nn.Module, strategy: Setup) -> None:
                 f"{name!r} has {rate}: it draws between layers, so that a layer is skipped on some topologies and not "
                 "on others; set it to 0"
             )
+    uses: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        uses.setdefault(parameter, []).append(name)
+    partial = {
+        parameter: own for parameter, own in uses.items() if any(box.sum_over for box in sharding_of(parameter).boxes)
+    }
+    for own in partial.values():
+        if len(own) > 1:
+            raise ValueError(
+                f"{own[0]!r} is {own[1]!r}, too, and autograd would round the gradient of each use before the tensor "
+                "ranks have summed it; use sequence_parallel=False with numerics='canonical'"
+            )
     if strategy.options.memory is None and "offload" not in strategy.options.zero_keywords:
         return
     if isinstance(model, PipelineStages) and strategy.groups.size("pipeline") > 1 and any(model.tied):
@@ -149,9 +161,9 @@ def _check(model: nn.Module, strategy: Setup) -> None:
             f"the stages share {names[0]!r}, and its gradient is offloaded before the stages have summed it; remove "
             "memory and zero's offload, or use numerics='ordinary'"
         )
-    for name, parameter in model.named_parameters():
-        if any(box.sum_over for box in sharding_of(parameter).boxes):
-            raise ValueError(
-                f"the gradient of {name!r} is a sum over tensor ranks, and is offloaded before they have summed it; "
-                "remove memory and zero's offload, or use numerics='ordinary'"
-            )
+    if partial:
+        (name, *_), *_ = partial.values()
+        raise ValueError(
+            f"the gradient of {name!r} is a sum over tensor ranks, and is offloaded before they have summed it; remove "
+            "memory and zero's offload, or use numerics='ordinary'"
+        )
