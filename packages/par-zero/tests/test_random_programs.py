@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from par_testing import for_each, storm
+from par_testing import for_each, once, storm
 
 from .draws import draw
 from .random_programs import (
@@ -43,6 +43,12 @@ SETUPS = {
 PARTS = (Backward, Evaluate, Forward, Freeze, NoSync, Program, Setup, Step, Visit)
 
 
+def weights_of_one_process(program, failed):
+    reference = OneProcess(program, failed)
+    reference.run()
+    return torch.cat([tensor.flatten() for tensor in reference.weights().values()])
+
+
 def check(program, one_process=None):
     """Checks that a program gives on ranks what it, or another program, gives in one process; returns its errors."""
     try:
@@ -52,9 +58,7 @@ def check(program, one_process=None):
         first = flat.clone()
         dist.broadcast(first, 0)
         assert torch.equal(flat, first), "the ranks have different weights"
-        reference = OneProcess(one_process or program, mine.failed)
-        reference.run()
-        expected = torch.cat([tensor.flatten() for tensor in reference.weights().values()])
+        expected = once(weights_of_one_process, one_process or program, mine.failed)
         # A rounding of fp64 is 1e-16. Sums in another order make some of them, which steps enlarge a little.
         assert (flat - expected).abs().max() < 1e-12, "weights differ from those of one process"
         return mine.errors
