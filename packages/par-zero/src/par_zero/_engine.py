@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import on_settle, on_written
+from par_groups import follow_written_, on_settle, on_written
 
 from ._gather import Gatherer
 from ._stage import ZeroStage
@@ -109,6 +109,8 @@ class Engine:
         )
         if self._hooks.disk_tier is not None:
             self._attend(self._hooks.disk_tier, units)
+        for unit in units:
+            unit.on_written = self._follow
         items = called(module)
         for entry in dict.fromkeys((module, *items)):
             # A load writes the module's parameters, and master weights must follow.
@@ -259,6 +261,13 @@ class Engine:
             for chunk in self._chunks:
                 for part, exact in chunk.copies():
                     exact.copy_(chunk.own[part])
+        self._hooks.agree()
+
+    @torch.no_grad()
+    def _follow(self, chunk: Chunk) -> None:
+        """Copy what a forward at stage 3 wrote to its parameters to the optimizer's own copies of this rank's shard."""
+        for part, exact in chunk.copies():
+            follow_written_(exact, chunk.own[part].to(exact.device))
         self._hooks.agree()
 
     def _expect_backward(self, module: nn.Module, _: Any, output: Any) -> None:

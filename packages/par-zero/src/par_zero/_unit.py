@@ -62,6 +62,7 @@ class Unit:
         link: Link from the host of an accelerator, which copies shards to the device.
         on_read: Function that is called with the chunks before this rank's shards are read, because a step of them may
             be in progress. None: the shards are always up to date.
+        on_written: Function that is called with a chunk when its shard has taken what a program wrote in a forward.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Unit:
         self.shards: DiskShards | None = None
         self.link = MemoryLink()
         self.on_read: Callable[[Sequence[Chunk]], None] | None = None
+        self.on_written: Callable[[Chunk], None] = lambda _: None
         self._handles: list[Handle] = []
 
     @property
@@ -195,11 +197,17 @@ class Unit:
             chunk.show_whole()
 
     def hide(self) -> None:
-        """Let the parameters show this rank's shard, while the full parameters stay in memory."""
+        """Let the parameters show this rank's shard, while the full parameters stay in memory.
+
+        A forward may write its own parameters, for example to clip or to normalize them. Every rank writes the same
+        values, so each rank keeps its slice of them, and the next gather returns what the program wrote.
+        """
         if self.state is not UnitState.SHOWN:
             return
         self.state = UnitState.HIDDEN
         for chunk in self.chunks:
+            if chunk.may_be_written and self._copy_back(chunk):
+                self.on_written(chunk)
             chunk.show_share()
 
     def free(self) -> None:
@@ -217,11 +225,17 @@ class Unit:
         """Copy this rank's slice of the full parameters into its shard, so that writes of the caller are kept."""
         self._check("written back", UnitState.HIDDEN, UnitState.SHOWN)
         for chunk in self.chunks:
-            low, high = chunk.share
-            part = chunk.flat[low:high]
-            # Even an equal copy changes the version of a shard on disk, which discards its prefetch.
-            if self.shards is None or not self.shards.has(chunk) or not torch.equal(chunk.own, part):
-                chunk.own.copy_(part)
+            self._copy_back(chunk)
+
+    def _copy_back(self, chunk: Chunk) -> bool:
+        """Copy this rank's slice of a full chunk into its shard. Return whether they differed."""
+        # The host waits here for copies of the shard to an accelerator, which its own write could overtake.
+        part = chunk.share_in(chunk.flat).to(chunk.own.device)
+        # Even an equal copy changes the version of a shard on disk, which discards its prefetch.
+        differs = not torch.equal(chunk.own, part)
+        if differs:
+            chunk.own.copy_(part)
+        return differs
 
 
 def make_units(root: nn.Module, modules: Sequence[Sequence[nn.Module]], chunks: Sequence[Chunk]) -> list[Unit]:

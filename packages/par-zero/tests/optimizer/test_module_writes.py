@@ -150,3 +150,35 @@ def test_compiled_module_with_watched_weights_equals_eager():
             clamp(module)
         results.append(whole(module))
     assert_same(*results)
+
+
+FORWARD_WRITES = {
+    "data.clamp_": lambda module, _: (module.weight.data.clamp_(-0.1, 0.1), None)[1],
+    "no_grad mul_": lambda module, _: (torch.no_grad()(module.weight.mul_)(0.5), None)[1],
+}
+
+
+def trained_under_forward_writes(stage, write, **options):
+    """Full parameters after three steps in which a module writes its own weight before each of its calls."""
+    module, optimizer = sharded(mlp().bfloat16().float(), stage, adamw, **options)
+    module[1][2].register_forward_pre_hook(FORWARD_WRITES[write])
+    dtype = options.get("param_dtype", torch.float32)
+    for step in range(3):
+        loss_of(module, batch(step, width=8).to(dtype)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole(module)
+
+
+@for_each(write=FORWARD_WRITES, param_dtype=(torch.float32, torch.bfloat16))
+@pytest.mark.ranks(2)
+def test_write_in_forward_at_stage_3_equals_stage_1(write, param_dtype):
+    expected = trained_under_forward_writes(1, write, param_dtype=param_dtype)
+    assert_same(trained_under_forward_writes(3, write, param_dtype=param_dtype), expected)
+
+
+@pytest.mark.ranks(2)
+def test_write_in_forward_with_parameters_on_disk_is_kept(tmp_path):
+    expected = trained_under_forward_writes(1, "data.clamp_")
+    offload = {"parameters": "disk", "optimizer": "disk", "path": tmp_path, "piece": 256}
+    assert_same(trained_under_forward_writes(3, "data.clamp_", offload=offload), expected)

@@ -46,8 +46,11 @@ class Chunk:
         self.own = torch.arange(32.0)
         self.device, self.is_on_host = self.own.device, False
         self.groups, self.meter = SimpleNamespace(gathers=dist.group.WORLD), Meter()
-        self.flat, self.shows_whole = torch.empty(32), False
+        self.flat, self.shows_whole, self.may_be_written = torch.empty(32), False, False
         self.resize_(0)
+
+    def share_in(self, flat):
+        return flat
 
     def resize_(self, count):
         self.flat.untyped_storage().resize_(4 * count)

@@ -7,10 +7,11 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from par_groups import GradientElsewhere, attributes
+from par_groups import GradientElsewhere, WatchedWeight, attributes
 
 from .._stage import ZeroStage
 from .._tiers import Home
+from .._torch_private import version_of
 from ..watch.freed import Freed, FreedParameter
 from .meter import GRADIENTS, UNITS, Meter
 from .plan import ChunkPlan
@@ -76,6 +77,9 @@ class Chunk:
         self.members, self.layout, self.device = plan.members, plan.layout, packed.device
         self.groups, self.meter, self.home = groups, Meter(), Home()
         self._guards = False
+        # Torch counts no writes to tensors that were made in inference mode.
+        self._parameters = [each.parameter for each in self.members if not each.parameter.is_inference()]
+        self._versions: list[int] = []
         low, high = self.updated
         if stage.shards_parameters:
             # The full buffer loses its memory below, so the shard needs memory of its own.
@@ -206,8 +210,19 @@ class Chunk:
         for member, view in zip(self.members, self.views(self.flat), strict=True):
             parameter = member.parameter
             if type(parameter) is FreedParameter:
-                object.__setattr__(parameter, "__class__", nn.Parameter)
-            parameter.data = view
+                object.__setattr__(parameter, "__class__", WatchedWeight)
+            nn.Parameter.data.__set__(parameter, view)  # type: ignore[attr-defined]  # the setter would record a write
+        self._versions = [version_of(each) for each in self._parameters]
+
+    @property
+    def may_be_written(self) -> bool:
+        """Whether a program may have written the parameters since `show_whole`. Stage 3 only.
+
+        Autograd counts in-place writes. It does not count writes to `data`, so an access to it counts as a write.
+        """
+        return self._versions != [version_of(each) for each in self._parameters] or any(
+            attributes.HAS_ALIAS.of(each) for each in self._parameters
+        )
 
     def show_share(self) -> None:
         """Make the parameters flat views of this rank's shard in `own`. Stage 3 only."""
@@ -218,8 +233,9 @@ class Chunk:
         for member, (start, stop) in zip(self.members, self.layout.slots, strict=True):
             # A parameter outside of this rank's shard becomes an empty view.
             first, parameter = min(max(start, low), high), member.parameter
-            if type(parameter) is FreedParameter:
+            if isinstance(parameter, FreedParameter | WatchedWeight):
                 object.__setattr__(parameter, "__class__", nn.Parameter)
+                attributes.HAS_ALIAS.set(parameter, value=False)
             part = self.own[first - low : max(first, min(stop, high)) - low]
             parameter.data = part if nothing is None else nothing
             # A subclass of the user's may have operations of its own, so its class does not change.
