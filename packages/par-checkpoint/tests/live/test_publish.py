@@ -1,7 +1,13 @@
 """Weights that generators take from a trainer in complete versions."""
 
 import gc
+import json
+import os
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -194,3 +200,52 @@ def test_receiver_keeps_its_version_when_the_store_is_lost():
             publisher.publish(2)
         assert receiver.poll() is None
         assert receiver.version == 1
+
+
+@pytest.mark.parametrize("versions", [10, pytest.param(1250, marks=pytest.mark.storm)])
+def test_killed_trainer_leaves_complete_versions(versions):
+    """Four of five trainers lose a rank at a drawn moment; the generators never serve a mixture, and never wait."""
+    seed = versions if versions == 10 else int(time.time())
+    script = Path(__file__).with_name("kills.py")
+    run = subprocess.run(
+        [sys.executable, script, str(versions), str(seed)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=10 * versions + 120,
+    )
+    assert run.returncode == 0, run.stderr
+    print(run.stdout)
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert found["kills"] > 0
+    assert (found["mixtures"], found["hangs"], found["disagreements"]) == (0, 0, 0)
+    assert found["healthy versions served"] == found["healthy versions"] == versions // 5
+
+
+@pytest.mark.ranks(3, dies=(2,), timeout=90)
+def test_killed_generator_does_not_stop_another_one(monkeypatch):
+    from par_checkpoint.transfer.ranks import Ranks
+
+    rank = dist.get_rank()
+    groups = [dist.new_group([each]) for each in range(3)]
+    hosted = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    address = [f"127.0.0.1:{hosted.port}" if hosted else None]
+    dist.broadcast_object_list(address)
+    at, state = Rendezvous(address[0]), State(model={"a": torch.full((3,), float(rank == 0))})
+    if rank == 0:
+        with Publisher(at, state, group=groups[0], timeout=20) as publisher:
+            for version in (1, 2):
+                publisher.publish(version).wait(timeout=60)
+            while not hosted.check(["served"]):
+                time.sleep(0.01)
+    elif rank == 1:
+        with Receiver(at, state, group=groups[1], timeout=20) as receiver:
+            while receiver.version != 2:
+                polled(receiver).apply()
+            assert state.model["a"].tolist() == [1, 1, 1]
+        host, port = address[0].split(":")
+        dist.TCPStore(host, int(port), is_master=False).set("served", "")
+    else:
+        monkeypatch.setattr(Ranks, "send", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        Receiver(at, state, group=groups[2], timeout=20)
+        time.sleep(60)

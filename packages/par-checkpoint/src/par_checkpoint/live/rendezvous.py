@@ -67,6 +67,7 @@ class Transaction:
     """
 
     def __init__(self, store: Any, publisher: int, number: int) -> None:
+        self._exchange, self._publisher = store, publisher
         self.store = PrefixStore(f"{publisher}/{number}", store)
 
     def read(self, key: str) -> int | None:
@@ -84,7 +85,10 @@ class Transaction:
         return found.decode()
 
     def is_aborted(self) -> bool:
-        """Return whether a process has given up."""
+        """Return whether a process has given up, or another publisher has taken over."""
+        # A process that was killed cannot give up. The publisher that replaces it ends the wait for it.
+        if self._exchange.add("publishers", 0) != self._publisher:
+            return True
         return bool(self.store.check(["decision"])) and self.store.get("decision") == ABORT.encode()
 
     def wait_for(self, look: Callable[[], Value | None], timeout: float, what: str) -> Value:
@@ -101,7 +105,7 @@ class Transaction:
         deadline = time.monotonic() + timeout
         while (found := look()) is None:
             if self.is_aborted():
-                raise TransactionAborted("a process has given up")
+                raise TransactionAborted("a process has given up, or another publisher has taken over")
             if time.monotonic() > deadline:
                 raise TransactionAborted(f"waited {timeout:g} s for {what}")
             time.sleep(_PAUSE)

@@ -1,6 +1,5 @@
 """A version of the weights that is complete in host memory, and the move of one to the processes of a generator."""
 
-import gc
 import logging
 import math
 import traceback
@@ -119,31 +118,38 @@ class Update:
         Raises:
             MismatchError: Source and target do not have the same tensors; on every process.
         """
-        moving: list[MemorySource] = []
+        begun: list[MemorySource] = []
+        # The client is not shared: gloo may block it while two processes connect.
+        store = Transaction(self.at.open(), self.publisher, self.number).store
+        ranks = Ranks.in_store(store, "an update of weights", self.rank, self.size, self.timeout)
         try:
             transaction.gather(self.size, self.timeout)
-            self._move_(moving, source, target)
+            ranks.connect()
+            self._move_(ranks, begun, source, target)
         except Exception as error:
             # A process ends the move without an error only after all have compared the digests of complete copies. So
             # if another process has committed, this copy is complete, too.
             decision = transaction.decide(ABORT)
             _logger.info("update %d ended with %s: %s", self.number, decision, error)
             is_mismatch = isinstance(error, ValueError | TypeError | CheckpointError)
-            if is_mismatch and not isinstance(error, UnansweredError) and not (moving and moving[0].has_begun):
+            if is_mismatch and not isinstance(error, UnansweredError) and not (begun and begun[0].has_begun):
                 raise MismatchError(f"the trainer's weights do not fit the generator's: {error}") from None
-            traceback.clear_frames(error.__traceback__)
+            # What refers to messages must be gone before gloo closes its connections, or it would not close them.
+            begun.clear()
+            last: BaseException | None = error
+            while last is not None:
+                traceback.clear_frames(last.__traceback__)
+                last = last.__cause__ or last.__context__
         else:
-            return transaction.decide(COMMIT) == COMMIT
-        # gloo closes its connections once nothing refers to them, and only then the other processes notice.
-        moving.clear()
-        gc.collect()
+            decision = transaction.decide(COMMIT)
+        finally:
+            ranks.disconnect()
         return decision == COMMIT
 
-    def _move_(self, moving: list[MemorySource], source: WeightCopy | None, target: WeightCopy | None) -> None:
-        """Connect the processes and move the values; `moving` receives the source once it exists."""
-        # The client is not shared: gloo may block it while two processes connect.
-        store = Transaction(self.at.open(), self.publisher, self.number).store
-        ranks = Ranks.in_store(store, "an update of weights", self.rank, self.size, self.timeout)
+    def _move_(
+        self, ranks: Ranks, begun: list[MemorySource], source: WeightCopy | None, target: WeightCopy | None
+    ) -> None:
+        """Move the values; `begun` receives the source once it exists."""
         held = State() if source is None else source.state
         filled = State() if target is None else target.state
         content = collect(held)
@@ -153,7 +159,7 @@ class Update:
         memory = MemorySource.of(
             ranks, lambda _, make: make(), content, held, filled, sections=["model"], options=options
         )
-        moving.append(memory)
+        begun.append(memory)
         dtypes = () if target is None else {each.dtype for each in target.tensors.values()}
         floating = tuple(dtype for dtype in dtypes if dtype.is_floating_point)
         apply_(Into(state=filled, strict=True, dtype=floating or None, device=None), memory, ranks)

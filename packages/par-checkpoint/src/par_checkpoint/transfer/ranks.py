@@ -12,6 +12,7 @@ import logging
 import pickle
 import socket
 import struct
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
@@ -103,7 +104,7 @@ class Ranks:
 
     @classmethod
     def in_store(cls, store: Any, call: str, rank: int, size: int, timeout: float) -> "Ranks":
-        """Return the communicator of processes that meet in a store and need not be in one world.
+        """Return the communicator of processes that meet in a store and need not be in one world; see `connect`.
 
         Args:
             store: Store whose keys only this communicator uses.
@@ -116,9 +117,23 @@ class Ranks:
         ranks.rank, ranks.size = rank, size
         ranks._roll = Roll(store, rank, range(size))
         ranks._roll.come(call)
-        if size > 1:
-            ranks._make()
         return ranks
+
+    def connect(self) -> None:
+        """Connect the processes of `in_store`. Collective."""
+        if self.size > 1:
+            self._make()
+
+    def disconnect(self) -> None:
+        """Close all connections, which raises an error in each process that still waits for this one. Not collective.
+
+        The communicator cannot be used any more.
+        """
+        # gloo closes its connections in its destructor, which never returns if a peer has died while it connected (seen
+        # with torch 2.13). So a thread drops the last reference, and may be left behind.
+        held = [self._gloo]
+        self._gloo = None
+        threading.Thread(target=held.clear, name="par-checkpoint-disconnect", daemon=True).start()
 
     def set_timeout(self, timeout: float) -> None:
         """Set the seconds that all later calls wait for a rank that does not answer."""
