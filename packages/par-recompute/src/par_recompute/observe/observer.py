@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from par_groups import WatchedWeight
+
 from .._torch_private import (
     FakeTensor,
     StorageWeakRef,
@@ -29,7 +31,8 @@ _NEW = ("lift_fresh", "lift_fresh_copy")  # a tensor that Python code has just m
 
 def is_plain(tensor: object) -> bool:
     """Return whether a tensor has a strided storage of its own; most subclasses have not."""
-    return type(tensor) in {Tensor, nn.Parameter, FakeTensor} and tensor.layout == torch.strided  # type: ignore[attr-defined]
+    plain = {Tensor, nn.Parameter, WatchedWeight, FakeTensor}  # a watched weight is a parameter that notes its aliases
+    return type(tensor) in plain and tensor.layout == torch.strided  # type: ignore[attr-defined]
 
 
 @dataclass
