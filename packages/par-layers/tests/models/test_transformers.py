@@ -297,12 +297,15 @@ def test_calls_that_would_be_silently_wrong(tmp_path):
         _, cut = pair(groups)
         with pytest.raises(ValueError, match="output_hidden_states=True gives activations that are cut"):
             cut(input_ids=tokens(), output_hidden_states=True)
+        with pytest.raises(ValueError, match="output_hidden_states=True gives activations that are cut"):
+            cut.model(input_ids=tokens(), output_hidden_states=True)  # without the head, as in a reward model
         with pytest.raises(ValueError, match=r"has 1 tokens, .* To generate, call model.eval\(\)"):
             cut.train()(input_ids=tokens(length=1))
         with torch.no_grad():
             assert len(cut.eval()(input_ids=tokens(), output_hidden_states=True).hidden_states) == 3
-            with pytest.raises(ValueError, match="output_attentions=True gives the heads of this rank alone"):
-                cut(input_ids=tokens(), output_attentions=True)
+            for called in (cut, cut.model):
+                with pytest.raises(ValueError, match="output_attentions=True gives the heads of this rank alone"):
+                    called(input_ids=tokens(), output_attentions=True)
         model = transformers.T5ForConditionalGeneration(
             transformers.T5Config(vocab_size=32, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4)
         )

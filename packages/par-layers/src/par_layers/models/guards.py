@@ -105,7 +105,6 @@ class ModelEntry(Hook):
         switched: The loss over the vocabulary, if logits stay sharded exactly in training with labels; else None.
         is_loss_own: Whether the model's own code computes its loss, for which logits must be full.
         sequence: Switch for activations split along the sequence; None if they never are.
-        heads: Whether attentions are sharded by heads.
     """
 
     def __init__(
@@ -118,10 +117,9 @@ class ModelEntry(Hook):
         switched: VocabularyLoss | None,
         is_loss_own: bool,
         sequence: CutSequence | None,
-        heads: bool,
     ) -> None:
         super().__init__(grid, axes)
-        self.logits, self.labels, self.sequence, self.heads = logits, labels, sequence, heads
+        self.logits, self.labels, self.sequence = logits, labels, sequence
         self.switched, self.is_loss_own = switched, is_loss_own
         if logits is not None:
             logits.watched = is_loss_own
@@ -130,9 +128,7 @@ class ModelEntry(Hook):
         """Set both switches for this forward: logits stay sharded in training with labels.
 
         Raises:
-            ValueError: The caller passes labels to a model that would compute its own loss from sharded logits. Or the
-                caller requests hidden states, which are split along the sequence, or attention weights, of
-                which this rank has only its own heads.
+            ValueError: The caller passes labels to a model that would compute its own loss from sharded logits.
         """
         if self.logits is not None and self.labels is not None:
             given = kwargs.get("labels", args[self.labels] if len(args) > self.labels else None)
@@ -140,20 +136,8 @@ class ModelEntry(Hook):
                 self.logits.cut = module.training and given is not None
             elif self.is_loss_own and given is not None and self.logits.is_sharded:
                 self._refuse_own_loss(module)
-        is_cut = False
         if self.sequence is not None:
             self.sequence.begin(module)
-            is_cut = self.sequence.is_cut(module)
-        if is_cut and _is_asked("output_hidden_states", module, kwargs):
-            raise ValueError(
-                "output_hidden_states=True gives activations that are cut along the sequence; call model.eval() "
-                "and use torch.no_grad(), or use sequence_parallel=False"
-            )
-        if self.heads and _is_asked("output_attentions", module, kwargs):
-            raise ValueError(
-                f"output_attentions=True gives the heads of this rank alone, one of {self.grid.size(self.axes)} ranks; "
-                "ask the whole model on one device for them"
-            )
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Reset both switches, so that the head gathers logits when it is called without the model.
@@ -188,6 +172,44 @@ class ModelEntry(Hook):
             "logits='auto' to parallelize instead of 'sharded', or compute the loss by "
             "parallelization_of(model).cross_entropy(logits, labels)"
         )
+
+
+class RequestedOutputs(Hook):
+    """Check of the outputs that a caller requests: hidden states and attention weights can be shards.
+
+    A caller may run a model without its head, or an encoder without its decoder. Each of these modules therefore has
+    this hook, behind the hook that decides whether the forward splits activations along the sequence.
+
+    Args:
+        grid: This rank's coordinates.
+        axes: Axes of the tensor group.
+        sequence: Switch for activations split along the sequence; None if they never are.
+        heads: Whether attentions are sharded by heads.
+    """
+
+    def __init__(self, grid: Grid, axes: Axes, *, sequence: CutSequence | None, heads: bool) -> None:
+        super().__init__(grid, axes)
+        self.sequence, self.heads = sequence, heads
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse outputs of which this rank has only a shard.
+
+        Raises:
+            ValueError: The caller requests hidden states, which are split along the sequence, or attention weights, of
+                which this rank has only its own heads.
+        """
+        del args
+        is_cut = self.sequence is not None and self.sequence.is_cut(module)
+        if is_cut and _is_asked("output_hidden_states", module, kwargs):
+            raise ValueError(
+                "output_hidden_states=True gives activations that are cut along the sequence; call model.eval() "
+                "and use torch.no_grad(), or use sequence_parallel=False"
+            )
+        if self.heads and _is_asked("output_attentions", module, kwargs):
+            raise ValueError(
+                f"output_attentions=True gives the heads of this rank alone, one of {self.grid.size(self.axes)} ranks; "
+                "ask the whole model on one device for them"
+            )
 
 
 def _is_asked(output: str, model: nn.Module, kwargs: dict[str, Any]) -> bool:

@@ -21,7 +21,7 @@ from .counts import LocalConfig
 from .cutting import ShardingRecords, keep_part_, make_alike_
 from .dropout import AdoptedDropout, SameDraws, adopt_dropout_
 from .generation import Generation
-from .guards import ModelEntry, check_whole, guard_
+from .guards import ModelEntry, RequestedOutputs, check_whole, guard_
 from .hooks import CutExperts, CutFeatures, LatentOutput, PartialOutput, ShardedVocabularyHook, SharedExpert
 from .lanes.gradients import adopt_norms_
 from .lanes.plan import in_lanes
@@ -463,7 +463,7 @@ class _Adoption:
         is_switched = labels is not None and is_loss_ours and self.logits == "auto"
         sequence = None if self.found.layers is None else self.sequence
         heads = any(region.heads for region in self.found.regions.values())
-        if self.axes and (is_switched or sequence is not None or heads or (head is not None and not is_loss_ours)):
+        if self.axes and (is_switched or sequence is not None or (head is not None and not is_loss_ours)):
             entry = ModelEntry(
                 self.grid,
                 self.axes,
@@ -472,10 +472,18 @@ class _Adoption:
                 switched=over if is_switched else None,
                 is_loss_own=not is_loss_ours,
                 sequence=sequence,
-                heads=heads,
             )
             self.model.register_forward_pre_hook(entry.before, with_kwargs=True)
             self.model.register_forward_hook(entry.after, always_call=True)  # also if the forward raises
+        if self.axes and (sequence is not None or heads):
+            around = {"", *(() if self.found.layers is None else names_around(self.found.layers))}
+            for name, module in self.modules.items():
+                # Each model of Transformers within the model collects its outputs itself, and callers may run it alone.
+                if not name or hasattr(type(module), "get_input_embeddings"):
+                    # Other models, such as a tower for images, do not split the sequence.
+                    split = sequence if name in around else None
+                    requested = RequestedOutputs(self.grid, self.axes, sequence=split, heads=heads)
+                    module.register_forward_pre_hook(requested.before, with_kwargs=True)
         if self.axes or self.found.experts:
             guard_(self.model, sharded_logits=self.logits == "sharded")
         if self.axes and self.logits != "sharded" and hasattr(type(self.model), "generate"):
