@@ -18,9 +18,10 @@ if TYPE_CHECKING:
         get_random_states,
         restore_random_states,
     )
+    from .loading.samplers import check_order, hash_order
     from .loading.sources import split_evenly
     from .loading.steps import StepRandomness
-    from .loading.synchronized import hash_order, synchronize_draws
+    from .loading.synchronized import synchronize_draws
     from .loading.workers import WorkerSignals
     from .text.corpus import Corpus, open_corpus, read_corpus
     from .text.folder import FolderText, read_folder_text
@@ -47,6 +48,7 @@ __all__ = [
     "StepRandomness",
     "WorkerSignals",
     "check_last_batch",
+    "check_order",
     "derive_seed",
     "find_corpus_files",
     "find_tokenizer_files",
@@ -78,9 +80,10 @@ _LATE = {
         "get_random_states",
         "restore_random_states",
     ),
+    "loading.samplers": ("check_order", "hash_order"),
     "loading.sources": ("split_evenly",),
     "loading.steps": ("StepRandomness",),
-    "loading.synchronized": ("hash_order", "synchronize_draws"),
+    "loading.synchronized": ("synchronize_draws",),
     "loading.workers": ("WorkerSignals",),
     "text.corpus": ("Corpus", "open_corpus", "read_corpus"),
     "text.folder": ("FolderText", "read_folder_text"),

@@ -6,7 +6,17 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, SubsetRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    Subset,
+    SubsetRandomSampler,
+    random_split,
+)
 
 from par_data import get_random_states, hash_order, synchronize_draws
 
@@ -182,6 +192,8 @@ def test_order_of_samplers_tells_other_generators_and_indices():
         lambda seed: torch.tensor([seed]),
         lambda seed: Own(random.Random(seed)),
         lambda seed: [Own(random.Random(seed))],
+        lambda seed: random_split(range(80), [40, 40], torch.Generator().manual_seed(seed))[0],
+        lambda seed: ConcatDataset([Subset(range(8), [seed])]),
         lambda seed: seed,
     ]
     for make in makes:

@@ -3,10 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, random_split
 
 from par_data import ShardedDataLoader
 from par_groups import ProcessGroups, Topology
+from par_testing import for_each
 from par_train import Strategy
 
 BATCH, COUNT = 12, 31  # the last batch of an epoch has 7, which no number of ranks below divides
@@ -108,3 +109,26 @@ def test_a_file_that_the_reader_misses_is_one_line_on_all_ranks():
             (FileNotFoundError, ValueError), match=r"^(rank 0: FileNotFoundError: )?sample \d+ is in no"
         ):
             next(iter(loader))
+
+
+def split_per_rank():
+    return DataLoader(random_split(range(40), [32, 8])[0], batch_size=BATCH, shuffle=True)
+
+
+def listed_per_rank():
+    return DataLoader(range(40), batch_size=BATCH, sampler=torch.randperm(40).tolist())
+
+
+@for_each(make=(split_per_rank, listed_per_rank))
+@pytest.mark.ranks(2)
+def test_rows_drawn_on_each_rank_raise(make):
+    """Each rank has split the dataset, or shuffled it, with random numbers of its own."""
+    torch.manual_seed(dist.get_rank())
+    with (
+        Strategy() as strategy,
+        pytest.raises(ValueError, match=r"ranks \[1\] would draw another order than rank 0.*from one seed"),
+    ):
+        strategy.initialize(make())
+    torch.manual_seed(0)
+    with Strategy() as strategy:
+        assert list(strategy.initialize(make()))

@@ -16,7 +16,7 @@ from .broadcast import Broadcaster, BroadcastSource
 from .device import move_to_device
 from .lanes import LaneSource, count_lanes
 from .position import LoaderPosition
-from .samplers import epoch_size, nested_samplers
+from .samplers import epoch_size, hash_order, nested_samplers, prepare_sampler
 from .sources import BatchShard, BatchSource, MapSource, StreamSource, shard_batch, too_few_samples
 from .workers import WorkerSignals
 
@@ -125,6 +125,17 @@ class ShardedDataLoader:
             samples = item.samples if self.transform is None else self.transform(item.samples)
             yield move_to_device(samples, self.device, non_blocking=self._plain.pin_memory)
             item = self._take() if self.epoch == epoch else None
+
+    def hash_order(self) -> str:
+        """Return a digest of what decides the rows of a batch, which must be equal on all ranks: see `hash_order`.
+
+        Generators of the samplers are not part of it, because each epoch gives them new seeds.
+        """
+        if isinstance(self.dataset, IterableDataset):
+            return ""
+        sampler = self._plain.sampler if self._plain.batch_sampler is None else self._plain.batch_sampler
+        prepared = prepare_sampler(sampler, 0, torch.Generator().manual_seed(0))
+        return hash_order(prepared) + hash_order(self.dataset)
 
     @property
     def epoch(self) -> int:

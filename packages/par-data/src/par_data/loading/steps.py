@@ -9,7 +9,7 @@ import torch.distributed as dist
 from par_groups import Axes, ProcessGroups, agree
 
 from .randomness import RandomStream, get_random_states
-from .synchronized import hash_order
+from .samplers import check_order, hash_order
 
 
 class StepRandomness:
@@ -82,13 +82,7 @@ class StepRandomness:
         states = (torchs if self.is_seeded_by_program else self._program_state, *others)
         order = "" if sampler is None else hash_order(sampler, leave_out=leave_out)
         found = agree(None, (states if dist.get_rank() == 0 else None, order), None)
-        differing = [rank for rank, (_, other) in found.items() if other != found[0][1]]
-        if differing:
-            name = type(getattr(sampler, "sampler", sampler)).__name__
-            raise ValueError(
-                f"sampler={name}: ranks {differing} would draw another order than rank 0, because its generators or "
-                "indices differ; set them to one seed on all ranks, or pass shuffle=True instead"
-            )
+        check_order({rank: digest for rank, (_, digest) in found.items()}, sampler)
         draws = RandomStream(states=found[0][0])
         draws.skip(self._loaders)
         self._loaders += 1

@@ -7,13 +7,10 @@ sampler that draws from that generator would return another order on each rank. 
     dataset, collator        draws of the samples: equal on the ranks of a replica, different on each data rank
 """
 
-import hashlib
-import random
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from copy import copy
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, get_worker_info
 
@@ -53,47 +50,6 @@ def synchronize_draws(loader: DataLoader[Any], states: Any, *, rank: int, num_re
     # Not by setattr: DataLoader forbids to set these, because an iterator that exists would not follow. None exists.
     vars(synchronized).update(changed)
     return synchronized
-
-
-def hash_order(sampler: Any, *, leave_out: Collection[str] = ()) -> str:
-    """Return a digest of everything that decides a sampler's order, except the program's generators.
-
-    Args:
-        sampler: The sampler of a loader, before a trainer shards it.
-        leave_out: Names of attributes that may differ between ranks.
-
-    Returns:
-        A digest. Ranks with equal digests draw one order, if their generators have one state.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    _add_order(digest, sampler, leave_out)
-    return digest.hexdigest()
-
-
-def _add_order(digest: Any, value: Any, leave_out: Collection[str] = ()) -> None:
-    if isinstance(value, torch.Generator):
-        digest.update(value.get_state().numpy().data)
-    elif isinstance(value, np.random.Generator):
-        digest.update(repr(value.bit_generator.state).encode())
-    elif isinstance(value, np.random.RandomState):
-        digest.update(repr(value.get_state(legacy=False)).encode())
-    elif isinstance(value, random.Random):
-        digest.update(repr(value.getstate()).encode())
-    elif isinstance(value, torch.Tensor | np.ndarray):
-        digest.update(np.ascontiguousarray(value).data)
-    elif isinstance(value, int | range):
-        digest.update(repr(value).encode())
-    elif isinstance(value, Sampler):
-        for name, inside in sorted(vars(value).items()):
-            if name not in leave_out and "rank" not in name:
-                _add_order(digest, inside, leave_out)
-    elif isinstance(value, list | tuple):
-        if value and all(type(each) is int for each in value):
-            digest.update(np.asarray(value).data)
-            return
-        for inside in value:
-            if isinstance(inside, Sampler):
-                _add_order(digest, inside, leave_out)
 
 
 class _DrawnOrder(BatchSampler):

@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from par_data import ShardedDataLoader, WorkerSignals
+from par_data import ShardedDataLoader, WorkerSignals, check_order
 from par_groups import agree, check_alike, replica_axes, together
 from par_layers import LossFactor, adds_losses
 from par_layers.pretrained import attend_over_, check_pretrained, pretrained_in, pretrained_of, reaches_other_tokens
@@ -47,6 +47,7 @@ def check_objects(
     problem: Exception | None = None
     bundles: list[ModelBundle] = []
     loaders: dict[int, ShardedDataLoader] = {}
+    orders: list[str] = []
     models: list[nn.Module] = []
     groups, context = strategy.groups, strategy.context if strategy.cuts_sequence else None
     try:
@@ -80,9 +81,16 @@ def check_objects(
                 data_group=groups[strategy.data_axes] if replicas > 1 else None,
                 worker_signals=signals,
             )
+            receives = is_broadcast and groups.rank(axes) > 0
+            orders.append("" if receives else loaders[id(given)].hash_order())
     except Exception as error:  # of any kind: every rank raises what one rank has raised
         problem = error
-    check_alike(agree(problem, [type(given).__name__ for given in objects], None), "objects")
+    said = agree(problem, ([type(given).__name__ for given in objects], orders), None)
+    check_alike({rank: names for rank, (names, _) in said.items()}, "objects")
+    for number, given in enumerate(given for given in objects if isinstance(given, DataLoader)):
+        # A rank that receives its batches from another rank may have any dataset.
+        digests = {rank: by_loader[number] for rank, (_, by_loader) in said.items() if by_loader[number]}
+        check_order(digests, given.batch_sampler or given.sampler)
     if strategy.deals_experts and models:
         _check_has_experts([*models, *(model for bundle in initialized for model in bundle.models)], models, strategy)
     if context is not None:
