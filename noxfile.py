@@ -148,7 +148,7 @@ def types(session: nox.Session) -> None:
     session.install(*group("api"), "nox")
     sources = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("packages/*/src"))]
     sources += [f"{TEST_TOOLS}/src", "tests-integration/own-parallelism/src"]
-    tools = ["noxfile.py", "tools/check_api.py", "tools/matrix.py", "tools/tiny_model.py"]
+    tools = ["noxfile.py", "tools/check_api.py", "tools/matrix.py", "tools/atlas.py", "tools/tiny_model.py"]
     session.run("mypy", *sources, *tools, *docs_scripts(), *benchmarks())
 
 
@@ -248,6 +248,13 @@ def matrix(session: nox.Session) -> None:
     """Every cell of the integration matrix, and its page in docs; minutes."""
     install_workspace(session, "test", "integration")
     session.run("python", "tools/matrix.py", *session.posargs)
+
+
+@nox.session
+def atlas(session: nox.Session) -> None:
+    """Train a tiny model of every type of transformers in every way; write docs/models.md. Results are cached."""
+    install_workspace(session, "test", "integration")
+    session.run("python", "tools/atlas.py", *session.posargs)
 
 
 @nox.session

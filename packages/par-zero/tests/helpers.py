@@ -4,7 +4,6 @@ import sys
 import weakref
 from collections import Counter
 from contextlib import nullcontext
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -37,44 +36,29 @@ def _check_program(record):
 def _check_prediction(record, found, peak):
     """That the peak that was predicted in `shard` is the counted one, or at most that if reductions have no bound.
 
-    It is checked until a step is another than the predicted one: the passes of the first step, forwards and backwards
-    of all units in which all gradients come in the order of registration, perhaps under `no_sync`. Memory then depends
-    on what the loop does, as after evaluations, `summon`, failures, and unused or recomputed units, also in later
-    passes, which follow what earlier ones did. What a disk cannot take stays in memory, and a write may fail later on
-    one rank. Within a budget a policy decides which units stay, and with experts below stage 3 chunks wait until
-    backward has left a section of the model, which no program has.
+    It is checked until a step is another than the predicted one, a forward and a backward of all units in which all
+    gradients come in the order of registration. Memory then depends on what the loop does, as after evaluations,
+    `no_sync`, several forwards, `summon`, and unused or recomputed units, also in later passes, which follow what
+    earlier ones did. What a disk cannot take stays in memory, and a write may fail later on one rank. Within a budget
+    a policy decides which units stay, and with experts below stage 3 chunks wait until backward has left a section of
+    the model, which no program has.
     """
     record.is_predicted &= all(map(all, record._reducer.usage._here))
+    # A thread steps what is on the host of an accelerator, so its entries may be recorded in the next step.
+    record.is_predicted &= all(p.tensor.device == chunk.own.device for chunk in record.chunks for p in chunk.slices)
     record.is_predicted &= record.disk_errors not in _FAILED
-    if record.is_predicted and record.predicted is None:
-        record.predicted = record.predict(_passes(found))
-    record.is_predicted = record.is_predicted and any(_events(found) == _events(each) for each in record.predicted)
+    record.is_predicted &= any(_events(found) == _events(each) for each in record.predicted)
     if not record.is_predicted:
         return
-    starts = [_without_late_pieces(each) for each in record.predicted if each.start == found.start]
-    if record._model.inflight is None:
+    starts = [each for each in record.predicted if each.start == found.start]
+    # The prediction does not have the pieces of an offloaded optimizer.
+    has_pieces = any(entry.op == "fetch" for entry in found.entries)
+    if record._model.inflight is None or has_pieces:
         most = max(sum(each.peak().values()) for each in record.predicted)
         assert peak <= most, f"{found}\npredicted {most} at most, counted {peak}"
     else:
-        assert _without_late_pieces(found) in starts, f"{found}\npredicted {record.predicted[-1]}"
+        assert found in starts, f"{found}\npredicted {record.predicted[-1]}"
         assert peak in [sum(each.peak().values()) for each in starts], f"{found}\ncounted {peak}"
-
-
-def _without_late_pieces(program):
-    """A program without the pieces of a thread, which may update them while the next step begins."""
-    pieces = {entry.of for entry in program.entries if entry.op in ("fetch", "evict") and program.is_late}
-    return replace(program, entries=tuple(entry for entry in program.entries if entry.of not in pieces))
-
-
-def _passes(program):
-    """Whether each pass of a step reduced gradients."""
-    passes, ops = [], set()
-    for entry in program.entries:
-        ops.add(entry.op)
-        if entry.op == "E":
-            passes += [] if "S" in ops else [bool(ops & {"scatter", "reduce"})]
-            ops = set()
-    return tuple(passes)
 
 
 def _events(program):
@@ -88,7 +72,7 @@ def _events(program):
 def _watch_predicted(engine, parameters, watch=Engine.watch):
     watch(engine, parameters)
     record = engine._program
-    record.chunks, record.predicted = engine._chunks, None
+    record.chunks, record.predicted = engine._chunks, record.predict()
     record.disk_errors = engine._hooks.disk_tier and engine._hooks.disk_tier.errors
     record.is_predicted = engine._steps is None and engine._sections is None
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from par_layers import ExpertConfig, RouterConfig, initialize, layer_set
+from par_testing import keep_fp64
 
 from ..helpers import numbers
-from ..models.helpers import stays_wide
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
@@ -81,7 +81,7 @@ def test_outputs_and_gradients_are_those_of_the_block(family):
     ours.load_state_dict({ours_of(family, name): tensor for name, tensor in theirs.state_dict().items()})
     x = numbers(2, 9, 16, seed=40)
     mine, other = x.clone().requires_grad_(), x.clone().requires_grad_()
-    with stays_wide():
+    with keep_fp64():
         expected = theirs(other)
     expected = expected[0] if isinstance(expected, tuple) else expected
     y = ours(mine)

@@ -1,8 +1,5 @@
 """What the tests of existing models share: small models of many families, in fp64 throughout."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import pytest
@@ -132,6 +129,63 @@ MIXED: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_layer_types": ["dense", "sparse"],
         },
     ),
+    "gemma 3n": (
+        "Gemma3n",
+        {
+            "head_dim": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "intermediate_size": [48, 48],
+            "activation_sparsity_pattern": [0.5, 0.0],
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "laurel_rank": 8,
+            "sliding_window": 4,
+        },
+    ),
+    "mimo v2": (
+        "MiMoV2Flash",
+        {
+            "head_dim": 8,
+            "v_head_dim": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 4,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+    "longcat": (
+        "LongcatFlash",
+        {
+            **{key: size for key, size in LATENT.items() if not key.startswith(("n_group", "topk", "moe", "num_exp"))},
+            "num_layers": 2,
+            "ffn_hidden_size": 48,
+            "expert_ffn_hidden_size": 16,
+            "moe_topk": 2,
+            "zero_expert_num": 2,
+        },
+    ),
+    "hy v4": (
+        "HYV4",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 8,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 8,
+            "head_dim": 4,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "index_n_heads": 16,
+            "index_head_dim": 8,
+            "index_topk": 4,
+        },
+    ),
 }
 """Families with parts that see several tokens without being cut, with outputs of another shape, with gathered heads."""
 
@@ -145,7 +199,7 @@ def make(family: str, *, dtype: torch.dtype = torch.float64, **options: Any) -> 
     """A small model, the same on every rank; every parameter is drawn, biases and norms too."""
     transformers = pytest.importorskip("transformers", minversion="5.4")
     stem, own = {**FAMILIES, **FURTHER, **MIXED, **OF_EXPERTS}[family]
-    of_text = stem in ("Gemma3", "Llama4", "Inkling")
+    of_text = stem in ("Gemma3", "Gemma3n", "Llama4", "Inkling")
     config_class = getattr(transformers, f"{stem}TextConfig" if of_text else f"{stem}Config")
     model_class = getattr(transformers, f"{stem}ForMaskedLM" if stem in ("Bert", "Roberta") else _causal(stem))
     config = config_class(**{**TEXT, **own, **options})
@@ -168,35 +222,6 @@ def make(family: str, *, dtype: torch.dtype = torch.float64, **options: Any) -> 
 
 def _causal(stem: str) -> str:
     return "GPT2LMHeadModel" if stem == "GPT2" else f"{stem}ForCausalLM"
-
-
-@contextmanager
-def stays_wide() -> Iterator[None]:
-    """A context: numbers in fp64 stay so, where transformers casts to fp32: in norms, routers, attention and loss."""
-    functions = [(Tensor, "to"), (Tensor, "type"), (Tensor, "float"), (nn.functional, "softmax")]
-    originals = [(owner, name, getattr(owner, name)) for owner, name in functions]
-    for owner, name, original in originals:
-        setattr(owner, name, partial(_wide, original) if owner is nn.functional else _method(original))
-    try:
-        yield
-    finally:
-        for owner, name, original in originals:
-            setattr(owner, name, original)
-
-
-def _method(original: Any) -> Any:
-    return lambda *args, **kwargs: _wide(original, *args, **kwargs)
-
-
-def _wide(original: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    if x.dtype != torch.float64:
-        return original(x, *args, **kwargs)
-    if original.__name__ == "float":
-        return x
-    wide = [torch.float64 if value is torch.float32 else value for value in args]
-    return original(
-        x, *wide, **{key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
-    )
 
 
 def tensor(**options: Any) -> dict[str, Any]:

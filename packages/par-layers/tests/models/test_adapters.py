@@ -7,9 +7,9 @@ from torch import nn
 
 from par_groups import ProcessGroups, Topology, sharding_of
 from par_layers import PartialGradientReducer, parallelization_of, parallelize
-from par_testing import assert_equal_to_one_device, for_each
+from par_testing import assert_equal_to_one_device, for_each, keep_fp64
 
-from .helpers import TEXT, assert_steps_equal, close, labels, live, make, stays_wide, tokens
+from .helpers import TEXT, assert_steps_equal, close, labels, live, make, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # peft asks by the older name
 pytest.importorskip("transformers", minversion="5.4")
@@ -65,7 +65,7 @@ def test_adapters_of_every_family_train_as_on_one_device():
 
 
 def check_adapters(*, sequence, families):
-    with live(sequence_parallel=sequence) as groups, stays_wide():
+    with live(sequence_parallel=sequence) as groups, keep_fp64():
         for family in families:
             whole, cut = adapted(family), adapted(family)
             assert parallelize(cut, groups) is cut
@@ -79,7 +79,7 @@ def check_adapters(*, sequence, families):
 @pytest.mark.ranks(2)
 def test_open_regions_and_the_model_inside():
     """With a rule that leaves every Column to itself, A has a whole gradient."""
-    with live() as groups, stays_wide():
+    with live() as groups, keep_fp64():
         whole, cut = adapted("llama"), adapted("llama")
         plan = {**parallelization_of(parallelize(make("llama"), groups)).plan, "model.layers.0.self_attn": "replicate"}
         parallelize(cut.get_base_model(), groups, plan)
@@ -89,7 +89,7 @@ def test_open_regions_and_the_model_inside():
 @pytest.mark.ranks(2)
 def test_merged_adapters_give_the_same_tokens():
     options = {"attention_mask": torch.ones(2, 8, dtype=torch.int64), "max_new_tokens": 4, "do_sample": False}
-    with live(sequence_parallel=True) as groups, stays_wide():
+    with live(sequence_parallel=True) as groups, keep_fp64():
         whole, cut = adapted("llama").eval(), parallelize(adapted("llama"), groups).eval()
         expected = whole.generate(input_ids=tokens(), **options)
         assert torch.equal(cut.generate(input_ids=tokens(), **options), expected)
@@ -99,7 +99,7 @@ def test_merged_adapters_give_the_same_tokens():
 
 @pytest.mark.ranks(2)
 def test_dropout_of_adapters_drops_alike_on_any_number_of_ranks():
-    with ProcessGroups(Topology({"data": 2})) as one, stays_wide():
+    with ProcessGroups(Topology({"data": 2})) as one, keep_fp64():
         alone = parallelize(adapted("llama", lora_dropout=0.3), one)
         torch.manual_seed(5)
         expected = alone(input_ids=tokens(), labels=labels(2)).loss
@@ -161,7 +161,7 @@ def test_a_classifier_whose_head_peft_trains_whole_equals_one_device():
         return adapted("llama", model=model, task_type="SEQ_CLS", target_modules=["q_proj", "down_proj"])
 
     for sequence in (False, True):
-        with live(sequence_parallel=sequence) as groups, stays_wide():
+        with live(sequence_parallel=sequence) as groups, keep_fp64():
             whole, cut = classifier(), parallelize(classifier(), groups)
             for model in (whole, cut):
                 model(input_ids=tokens(), labels=torch.tensor([0, 2])).loss.backward()
@@ -175,7 +175,7 @@ def test_a_classifier_whose_head_peft_trains_whole_equals_one_device():
 def test_weight_gradients_can_be_put_off():
     """Those of cut linears whose input was gathered, and of weights that lie the other way round."""
     for family in ("llama", "gpt2"):
-        with live(sequence_parallel=True) as groups, stays_wide():
+        with live(sequence_parallel=True) as groups, keep_fp64():
             plain, cut = (parallelize(make(family), groups) for _ in range(2))
             later = []
             for module in cut.modules():
@@ -207,7 +207,7 @@ def adapted_mixture(**options):
 @for_each(way=DEALT)
 def test_adapters_beside_dealt_experts_train_as_on_one_device(way):
     """Experts and routers are frozen; where ranks see other tokens, each takes a row of the batch. Recomputed, too."""
-    with ProcessGroups(Topology.from_config(DEALT[way], 2)) as groups, stays_wide():
+    with ProcessGroups(Topology.from_config(DEALT[way], 2)) as groups, keep_fp64():
         whole, cut = adapted_mixture(), adapted_mixture()
         cut.get_base_model().activation_checkpointing_enable({"use_reentrant": False})
         parallelize(cut, groups)
@@ -231,7 +231,7 @@ def test_adapters_beside_dealt_experts_train_as_on_one_device(way):
 @for_each(way=DEALT)
 def test_adapters_on_dealt_experts_are_refused(way):
     options = {"target_modules": [], "target_parameters": ["experts.gate_up_proj"]}
-    with ProcessGroups(Topology.from_config(DEALT[way], 2)) as groups, stays_wide():
+    with ProcessGroups(Topology.from_config(DEALT[way], 2)) as groups, keep_fp64():
         model = adapted_mixture(**options)
         before = [parameter.clone() for parameter in model.parameters()]
         with pytest.raises(

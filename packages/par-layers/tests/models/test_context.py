@@ -6,9 +6,9 @@ import torch.distributed as dist
 
 from par_groups import ProcessGroups, Topology
 from par_layers import Context, PartialGradientReducer, layer_set, parallelization_of, parallelize
-from par_testing import assert_equal_to_one_device
+from par_testing import assert_equal_to_one_device, keep_fp64
 
-from .helpers import VOCABULARY, Mlp, close, make, stays_wide
+from .helpers import VOCABULARY, Mlp, close, make
 
 transformers = pytest.importorskip("transformers", minversion="5.4")
 
@@ -54,7 +54,7 @@ def check(family, mode, sequence_parallel, **more):
 @pytest.mark.ranks(4)
 def test_tensor_ranks_cut_the_tokens_of_a_sequence_rank():
     """Norms of queries and keys have partial gradients; 14 tokens are filled up to 16."""
-    with stays_wide():
+    with keep_fp64():
         check("qwen3", "gather", sequence_parallel=True)
         check("tied llama with biases", "ulysses", sequence_parallel=False)
 
@@ -62,7 +62,7 @@ def test_tensor_ranks_cut_the_tokens_of_a_sequence_rank():
 @pytest.mark.ranks(4)
 def test_experts_are_folded_into_the_ranks_of_a_sequence():
     """Four parts of experts, over two tensor ranks of each of two ranks of a sequence."""
-    with stays_wide():
+    with keep_fp64():
         for sequence_parallel in (False, True):
             check("mixtral", "gather", sequence_parallel, expert={"size": 4, "tensor": 1})
 
@@ -71,7 +71,7 @@ def test_experts_are_folded_into_the_ranks_of_a_sequence():
 @pytest.mark.ranks(4, timeout=120)
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mistral", "gpt2", "phi3", "mixtral"])
 def test_families_that_are_cut_in_both_ways(family):
-    with stays_wide():
+    with keep_fp64():
         for mode, sequence_parallel in (("ring", True), ("gather", False), ("ulysses", True)):
             check(family, mode, sequence_parallel)
 

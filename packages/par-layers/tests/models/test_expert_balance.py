@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from par_groups import ProcessGroups, Topology, sharding_of
 from par_layers import parallelize, sync_aux_loss_
-from par_testing import for_each
+from par_testing import for_each, keep_fp64
 
-from .helpers import VOCABULARY, close, make, stays_wide
+from .helpers import VOCABULARY, close, make
 
 pytest.importorskip("transformers", minversion="5.4")
 
@@ -44,7 +44,7 @@ def summed(parameter):
 def test_the_mean_over_ranks_is_what_one_device_adds(family, way):
     """Gradients of the whole loss; without the call they differ, since choices are not balanced alike on the ranks."""
     ids, _ = batch()
-    with live(way) as groups, stays_wide():
+    with live(way) as groups, keep_fp64():
         whole = make(family)
         apart, cut = (parallelize(make(family), groups) for _ in range(2))
         assert sync_aux_loss_(sync_aux_loss_(cut, groups), groups) is cut
@@ -73,7 +73,7 @@ def test_the_mean_over_ranks_is_what_one_device_adds(family, way):
 @for_each(way=WAYS)
 def test_ranks_with_padding_weigh_what_their_tokens_weigh(way):
     ids, mask = batch()
-    with live(way) as groups, stays_wide():
+    with live(way) as groups, keep_fp64():
         whole, cut = make("mixtral"), sync_aux_loss_(parallelize(make("mixtral"), groups), groups)
         expected = whole(input_ids=ids, attention_mask=mask).aux_loss
         expected.backward()

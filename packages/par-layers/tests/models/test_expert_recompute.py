@@ -9,9 +9,9 @@ from torch import nn
 
 from par_groups import ProcessGroups, Topology
 from par_layers import pack_experts_, parallelize
-from par_testing import for_each
+from par_testing import for_each, keep_fp64
 
-from .helpers import VOCABULARY, close, make, stays_wide
+from .helpers import VOCABULARY, close, make
 
 pytest.importorskip("transformers", minversion="5.4")
 
@@ -106,7 +106,7 @@ def test_a_recompute_takes_the_choice_of_its_forward(cases):
 
 
 def check(family, way, reentrant):
-    with live(way) as groups, stays_wide():
+    with live(way) as groups, keep_fp64():
         plain, again = (parallelize(tied(family), groups) for _ in range(2))
         recompute_(again, use_reentrant=reentrant)
         again.enable_input_require_grads()
@@ -127,7 +127,7 @@ def check(family, way, reentrant):
 
 @pytest.mark.ranks(2)
 def test_this_noise_does_change_choices():
-    with live("own axis") as groups, stays_wide():
+    with live("own axis") as groups, keep_fp64():
         for family in FAMILIES:
             model, ids = parallelize(tied(family), groups), batch(groups)
             with choices_of(model) as seen, torch.no_grad():
@@ -139,7 +139,7 @@ def test_this_noise_does_change_choices():
 
 @pytest.mark.ranks(2)
 def test_a_generator_that_is_not_restored_is_refused():
-    with live("own axis") as groups, stays_wide():
+    with live("own axis") as groups, keep_fp64():
         model = parallelize(tied("mixtral"), groups)
         recompute_(model, use_reentrant=False, preserve_rng_state=False)
         ids = batch(groups)
@@ -184,7 +184,7 @@ def test_every_rank_hears_of_another_choice_that_cannot_be_replayed():
 @for_each(family=FAMILIES)
 def test_every_rank_hears_which_router_has_scores_that_are_no_numbers(family):
     for way, ranks in (("own axis", "1"), ("folded", "0, 1")):
-        with live(way) as groups, stays_wide():
+        with live(way) as groups, keep_fp64():
             model = parallelize(make(family, output_router_logits=False, **FAMILIES[family]), groups)
             if way == "folded" or dist.get_rank() == 1:
                 with torch.no_grad():

@@ -6,9 +6,9 @@ import torch.distributed as dist
 
 from par_groups import ProcessGroups, Topology, sharding_of
 from par_layers import PartialGradientReducer, communication_volumes, parallelization_of, parallelize
-from par_testing import assert_equal_to_one_device, count_collectives, for_each, storm
+from par_testing import assert_equal_to_one_device, count_collectives, for_each, keep_fp64, storm
 
-from .helpers import VOCABULARY, close, make, stays_wide
+from .helpers import VOCABULARY, close, make
 
 pytest.importorskip("transformers", minversion="5.4")
 
@@ -87,7 +87,7 @@ def compare_steps(whole, cut, groups):
 def test_dealt_experts_equal_one_device(others):
     """Two backwards, of different numbers of tokens on each rank; with the model's own loss for balance."""
     for way in WAYS[dist.get_world_size()]:
-        with live(way) as groups, stays_wide():
+        with live(way) as groups, keep_fp64():
             for family in FAMILIES if dist.get_world_size() == 2 or others else FAMILIES[::3]:
                 try:
                     cut = check(family, groups)
@@ -109,7 +109,7 @@ def sequence_cut(way):
 @pytest.mark.ranks([storm(2), 4], timeout=240)
 def test_sequence_parallel_layers_have_experts_that_see_whole_tokens():
     for way in filter(sequence_cut, WAYS[dist.get_world_size()]):
-        with live(way, sequence_parallel=True) as groups, stays_wide():
+        with live(way, sequence_parallel=True) as groups, keep_fp64():
             for family in ("mixtral", "deepseek"):
                 check(family, groups)
 
@@ -118,7 +118,7 @@ def test_sequence_parallel_layers_have_experts_that_see_whole_tokens():
 @for_each(case=((True, "own axis"), (False, "folded")))
 def test_recomputed_layers_send_the_same_rows(case):
     reentrant, way = case
-    with live(way) as groups, stays_wide():
+    with live(way) as groups, keep_fp64():
         whole, cut = make("mixtral"), make("mixtral")
         for model in (whole, cut):  # a reentrant one loses the gradient of the model's own loss of balance
             enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
@@ -131,7 +131,7 @@ def test_recomputed_layers_send_the_same_rows(case):
 @for_each(family=FAMILIES, way=WAYS[2])
 def test_a_rank_may_have_no_tokens(family, way):
     """Of an empty batch the experts' exchange is left, which the other ranks wait for."""
-    with live(way) as groups, stays_wide():
+    with live(way) as groups, keep_fp64():
         whole, cut = make(family), make(family)
         parallelize(cut, groups)
         block, reference = (model.model.layers[1].mlp for model in (cut, whole))
@@ -165,7 +165,7 @@ def output_of(result):
 @for_each(way=WAYS[2])
 def test_the_same_tokens_are_generated(way):
     """Every rank takes as many steps, for it computes the others' tokens, too."""
-    with live(way) as groups, stays_wide():
+    with live(way) as groups, keep_fp64():
         whole, cut = make("mixtral").eval(), parallelize(make("mixtral"), groups).eval()
         for model in (whole, cut):
             model.config.output_router_logits = False
@@ -179,7 +179,7 @@ def test_the_same_tokens_are_generated(way):
 @for_each(way=WAYS[4])
 def test_what_a_tensor_group_receives_is_what_costs_says(way):
     """Beside the rows that travel: three exchanges a layer in forward, two in backward, over no tensor group."""
-    with live(way) as groups, stays_wide():
+    with live(way) as groups, keep_fp64():
         cut = make("mixtral")
         parts = communication_volumes(cut, groups.topology, 16)
         parallelize(cut, groups)

@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 
 from par_layers import communication_volumes, parallelize, verify_plan
-from par_testing import count_collectives, once
+from par_testing import count_collectives, keep_fp64, once
 
-from .helpers import FAMILIES, FURTHER, MIXED, assert_steps_equal, labels, live, make, stays_wide, tokens
+from .helpers import FAMILIES, FURTHER, MIXED, assert_steps_equal, labels, live, make, tokens
 
 transformers = pytest.importorskip("transformers", minversion="5.4")
 
@@ -35,7 +35,7 @@ def test_every_family_equals_one_device(sequence):
 
 
 def check_families(check_one, families, sequence):
-    with live(sequence_parallel=sequence) as groups, stays_wide():
+    with live(sequence_parallel=sequence) as groups, keep_fp64():
         for family in families:
             try:
                 check_one(family, groups)
@@ -62,8 +62,9 @@ def check(family, groups):
 
 @pytest.mark.ranks(2, timeout=120)
 def test_parts_of_layers_that_are_not_cut_see_the_whole_sequence():
-    """A recurrent layer, attention that is gathered, experts that give rows of tokens, a norm inside an embedding."""
-    for sequence, families in {False: ("olmo2", "inkling"), True: ("olmo2", "llama 4", "qwen3 next")}.items():
+    """Recurrent layers, gathered attention, rows of experts, statistics of an MLP's features, lists of norms."""
+    whole, split = ("olmo2", "inkling", "gemma 3n", "mimo v2"), ("olmo2", "llama 4", "qwen3 next", "longcat", "hy v4")
+    for sequence, families in {False: whole, True: split}.items():
         known = [family for family in families if hasattr(transformers, f"{MIXED[family][0]}ForCausalLM")]
         check_families(check_costs, known, sequence)  # others are not in an older release
 
@@ -74,7 +75,7 @@ def check_costs(family, groups):
     parallelize(cut, groups)
     with count_collectives() as counted:
         cut(input_ids=tokens(), labels=labels(2), use_cache=False).loss.backward()
-    if family != "llama 4":  # which gives each of its experts a copy of every token
+    if family not in ("llama 4", "hy v4"):  # a copy of every token for each expert; several streams for each token
         assert counted.received() == sum(part.elements for part in parts.values())
     cut.zero_grad()
     assert_steps_equal(whole, cut, groups, use_cache=False)
@@ -85,7 +86,7 @@ def test_plans_of_further_families_are_proven():
     """Of one whose loss is ours, and of one that computes its loss itself, of whole logits."""
     batch = {"input_ids": tokens(), "labels": labels(2)}
     for sequence in (False, True):
-        with live(sequence_parallel=sequence) as groups, stays_wide():
+        with live(sequence_parallel=sequence) as groups, keep_fp64():
             for family in FURTHER:
                 compared = verify_plan(lambda family=family: make(family), groups, batch)
                 assert compared.worst < 1e-10, (family, sequence, compared)  # fp64 sums in another order

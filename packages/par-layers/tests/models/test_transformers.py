@@ -18,7 +18,7 @@ from par_layers import (
     parallelize,
     verify_plan,
 )
-from par_testing import assert_equal_to_one_device, count_collectives, storm
+from par_testing import assert_equal_to_one_device, count_collectives, keep_fp64, storm
 
 from .helpers import (
     VOCABULARY,
@@ -27,7 +27,6 @@ from .helpers import (
     labels,
     live,
     make,
-    stays_wide,
     tokens,
 )
 
@@ -43,7 +42,7 @@ def pair(groups, family="llama", plan="auto", *, logits="auto", **options):
 
 @pytest.mark.ranks(2)
 def test_logits_are_cut_where_labels_come_in_training():
-    with live() as groups, stays_wide():
+    with live() as groups, keep_fp64():
         whole, cut = pair(groups)
         assert cut(input_ids=tokens()).logits.shape[-1] == VOCABULARY
         with parallelization_of(cut).sharded_logits():
@@ -67,7 +66,7 @@ def test_logits_are_cut_where_labels_come_in_training():
 @pytest.mark.ranks(2)
 def test_logits_read_in_training_with_labels_are_full():
     """Metrics, distillation and a second loss read the logits of a step whose loss came from shards."""
-    with live() as groups, stays_wide():
+    with live() as groups, keep_fp64():
         whole, cut = pair(groups)
         expected, found = whole(input_ids=tokens(), labels=labels(2)), cut(input_ids=tokens(), labels=labels(2))
         with count_collectives() as counted:
@@ -100,7 +99,7 @@ def test_logits_read_in_training_with_labels_are_full():
 
 @pytest.mark.ranks(2)
 def test_the_losses_other_words():
-    with live() as groups, stays_wide():
+    with live() as groups, keep_fp64():
         whole, cut = pair(groups)
         for family, options in {
             "llama": {"num_items_in_batch": torch.tensor(7)},
@@ -126,7 +125,7 @@ def checkpoint(model, *, reentrant):
 def test_checkpointing_of_both_kinds():
     """Each kind with whole and cut sequences, in each family."""
     for sequence in (False, True):
-        with live(sequence_parallel=sequence) as groups, stays_wide():
+        with live(sequence_parallel=sequence) as groups, keep_fp64():
             for family, reentrant in (("llama", sequence), ("deepseek", not sequence)):
                 whole, cut = pair(groups, family)
                 checkpoint(cut, reentrant=reentrant)
@@ -175,7 +174,7 @@ DROPS = {"resid_pdrop": 0.3, "embd_pdrop": 0.3}
 
 def losses_with_dropout(groups, **options):
     """Two losses of a GPT-2 and the gradients of both, and where the generator is then."""
-    with stays_wide():
+    with keep_fp64():
         cut = parallelize(make("gpt2", **options), groups)
         torch.manual_seed(5)
         losses = []
@@ -223,7 +222,7 @@ def test_dropout_of_attention_differs_between_ranks_and_is_replayed():
         theirs = mine.clone()
         dist.all_reduce(theirs)
         assert not torch.any(theirs == 2 * mine)
-        with stays_wide():
+        with keep_fp64():
             for reentrant in (False, True):
                 cut = parallelize(make("gpt2", **options), groups)
                 checkpoint(cut, reentrant=reentrant)
@@ -257,7 +256,7 @@ COUNTED = {
 def test_collectives_are_what_the_formulas_say():
     p, m = dist.get_world_size(), 16
     for sequence in (False, True):
-        with live(sequence_parallel=sequence) as groups, stays_wide():
+        with live(sequence_parallel=sequence) as groups, keep_fp64():
             for family in COUNTED[p, sequence]:
                 cut = make(family)
                 parts = communication_volumes(cut, groups.topology, m)
@@ -340,7 +339,7 @@ def test_rules_that_match_nothing_in_this_size():
 
 @pytest.mark.ranks(2)
 def test_a_plan_for_a_model_of_transformers_is_proven():
-    with live() as groups, stays_wide():
+    with live() as groups, keep_fp64():
         batch = {"input_ids": tokens(), "labels": labels(2)}
         assert verify_plan(lambda: make("qwen3"), groups, batch).worst < 1e-10
         without = {"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}

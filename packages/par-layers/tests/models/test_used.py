@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 from par_layers import PartialGradientReducer, parallelize
-from par_testing import assert_equal_to_one_device
+from par_testing import assert_equal_to_one_device, keep_fp64
 
-from .helpers import TEXT, VOCABULARY, close, labels, live, make, stays_wide, tokens
+from .helpers import TEXT, VOCABULARY, close, labels, live, make, tokens
 
 transformers = pytest.importorskip("transformers", minversion="5.4")
 
@@ -33,7 +33,7 @@ def test_every_rank_receives_the_weights_of_the_first():
         return model
 
     for sequence in (False, True):
-        with live(sequence_parallel=sequence) as groups, stays_wide():
+        with live(sequence_parallel=sequence) as groups, keep_fp64():
             whole, cut = drawn(0), parallelize(drawn(dist.get_rank()), groups)
             assert_equal_to_one_device(cut, whole, rtol=0, atol=0, reason="the same numbers")
             assert torch.equal(cut.bias, whole.bias)
@@ -53,7 +53,7 @@ def test_a_model_on_meta_beside_a_drawn_one_is_refused():
 def test_generate_draws_the_same_tokens_on_every_rank():
     """With other seeds on each rank; the first one's text is that of one device, and seeds go on as they were."""
     options = {"attention_mask": torch.ones(2, 8, dtype=torch.int64), "do_sample": True, "temperature": 2.0}
-    with live() as groups, stays_wide():
+    with live() as groups, keep_fp64():
         whole, cut = make("llama").eval(), parallelize(make("llama"), groups).eval()
         for ends in ([], list(range(2, 14))):
             for model in (cut, copy.deepcopy(cut)):
@@ -81,7 +81,7 @@ def test_generate_refuses_other_prompts_on_each_rank():
 
 @pytest.mark.ranks(2)
 def test_the_head_called_alone_gives_whole_logits():
-    with live() as groups, stays_wide():
+    with live() as groups, keep_fp64():
         cut = parallelize(make("llama"), groups)
         hidden = torch.ones(2, 4, 32, dtype=torch.float64)
         expected = make("llama").lm_head(hidden)
@@ -112,7 +112,7 @@ def modes(model, way):
 def test_layers_of_another_mode_than_the_model():
     """Activations are cut, or not, by the model's beginning; with a gradient and without, with the head and without."""
     ways = ("a layer in eval", "a layer in train", "attention in eval", "a projection in eval")
-    with live(sequence_parallel=True) as groups, stays_wide():
+    with live(sequence_parallel=True) as groups, keep_fp64():
         for family in ("llama", "mixtral"):
             for way in ways if family == "llama" else ways[:2]:
                 whole, cut = make(family), parallelize(make(family), groups)
@@ -143,7 +143,7 @@ def test_dropout_that_stays_on_drops_alike_where_nothing_is_cut():
         with torch.no_grad():
             return model(input_ids=tokens()).logits
 
-    with stays_wide(), live() as plain, live(sequence_parallel=True) as groups:
+    with keep_fp64(), live() as plain, live(sequence_parallel=True) as groups:
         close(outputs(groups), outputs(plain))
 
 
@@ -170,7 +170,7 @@ def test_dropout_of_ranks_with_other_seeds_is_refused():
 def test_generate_in_training_mode_cuts_no_sequence():
     """As online reinforcement learning does between steps; 7 tokens and then one at a time divide by no ranks."""
     options = {"attention_mask": torch.ones(2, 7, dtype=torch.int64), "max_new_tokens": 4, "do_sample": False}
-    with live(sequence_parallel=True) as groups, stays_wide():
+    with live(sequence_parallel=True) as groups, keep_fp64():
         whole, cut = make("llama").train(), parallelize(make("llama"), groups).train()
         for _ in range(2):
             expected = whole.generate(tokens(length=7), **options)
@@ -197,7 +197,7 @@ def test_adapters_are_switched_off_and_over_as_on_one_device():
         return model
 
     for sequence in (False, True):
-        with live(sequence_parallel=sequence) as groups, stays_wide():
+        with live(sequence_parallel=sequence) as groups, keep_fp64():
             whole, cut = adapted(), parallelize(adapted(), groups)
             with whole.disable_adapter(), cut.disable_adapter():
                 close(cut(input_ids=tokens()).logits, whole(input_ids=tokens()).logits)

@@ -107,6 +107,27 @@ def test_a_head_that_only_the_class_has_a_plan_for_is_on_the_last_stage_alone():
     assert heads == [[], [], ["lm_head.weight"]]
 
 
+class Pair(Layer):
+    def forward(self, hidden_states, position=None):
+        return super().forward(hidden_states, position), position
+
+
+def test_cut_layers_that_return_two_values_are_refused():
+    model = Scaling()
+    model.model.layers[1] = Pair(WIDTH, WIDTH)
+    with pytest.raises(TypeError, match="Pair of Scaling returns more than hidden states to the next layer"):
+        stages_of(model, 2)
+
+
+def test_cut_plan_that_names_an_absent_module_is_refused():
+    model = Scaling()
+    model._pp_plan = {"model.towers": (["hidden_states"], ["hidden_states"])}
+    with pytest.raises(
+        TypeError, match=r"the _pp_plan of Scaling names 'model.towers', which this model does not have"
+    ):
+        stages_of(model, 2)
+
+
 def test_a_stage_keeps_nothing_of_what_went_through_it_even_if_it_raises():
     first, second, _ = stages_of(Scaling(), 3)
     given = torch.ones(2, 5, WIDTH, dtype=torch.float64)

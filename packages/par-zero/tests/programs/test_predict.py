@@ -1,7 +1,5 @@
 """The program that is predicted for a module that has not run: its bytes are those of the closed forms."""
 
-import itertools
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,16 +8,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from par_testing import for_each
-from par_zero import MixedPrecision, Offload, Overlap, ShardOptions, memory, predict_step, program, shard
+from par_zero import MixedPrecision, Offload, Overlap, ShardOptions, memory, predict_program, program, shard
 from par_zero._budget import PeakMemory
 from par_zero._param_groups import param_groups
-from par_zero._sharded import _engine_of
 from par_zero._stage import STAGES
 from par_zero.layout.sizes import plan_module
 from par_zero.offload.plan import updated_slices
 from par_zero.programs.planned import PlannedRanks, register_units
 
-from ..helpers import adamw, batch, deferred, mlp, policies, train
+from ..helpers import adamw, batch, mlp, policies, train
 
 DTYPES = (
     MixedPrecision(),
@@ -58,12 +55,12 @@ def test_closed_form_of_memory_equals_the_ledger(stage, ranks, depth, precision,
     tiers = dict(zip(("optimizer", "parameters", "gradients"), moved, strict=True))
     offload = Offload(**tiers, path="/", piece="1GB")
     options = ShardOptions(overlap=Overlap(bucket=1, inflight=inflight), precision=precision)
-    step = predict_step(module, optimizer, stage=stage, ranks=ranks, options=options, gloo=True)
-    *_, (_, held) = step.program.walk()
+    program = predict_program(module, optimizer, stage=stage, ranks=ranks, options=options, gloo=True)
+    *_, (_, held) = program.walk()
     without = memory(stage, elements, ranks, precision=precision, chunk=width**2, inflight=inflight)
     if ranks > 1:  # else nothing is received
         assert held["buffers"] == without.buffers
-    assert held["gradients"] == without.gradients + sum(chunk.cast for chunk in step.program.chunks.values())
+    assert held["gradients"] == without.gradients + sum(chunk.cast for chunk in program.chunks.values())
 
     plans, modules = plan_module(module, optimizer, stage=stage, ranks=ranks, options=options, expert_groups=())
     counted = PeakMemory(
@@ -87,15 +84,16 @@ def test_predicted_gradients_that_stay_raise_the_peak(stage):
     module, optimizer = linears(4, 64)
     options = ShardOptions(overlap=Overlap(bucket=1, inflight=1))
     dropped, kept = (
-        predict_step(module, optimizer, stage=stage, ranks=2, options=options, accumulates=each)
+        predict_program(module, optimizer, stage=stage, ranks=2, options=options, accumulates=each)
         for each in (False, True)
     )
-    assert dropped.program.peak() == kept.program.peak()  # without a copy in another dtype
+    assert dropped.peak() == kept.peak()  # without a copy in another dtype
     mixed = ShardOptions(overlap=options.overlap, precision=DTYPES[1])
     dropped, kept = (
-        predict_step(module, optimizer, stage=stage, ranks=2, options=mixed, accumulates=each) for each in (False, True)
+        predict_program(module, optimizer, stage=stage, ranks=2, options=mixed, accumulates=each)
+        for each in (False, True)
     )
-    assert sum(dropped.program.peak().values()) < sum(kept.program.peak().values())
+    assert sum(dropped.peak().values()) < sum(kept.peak().values())
 
 
 def test_units_within_units_run_in_the_order_of_registration():
@@ -103,52 +101,33 @@ def test_units_within_units_run_in_the_order_of_registration():
         block = nn.Sequential(nn.Linear(16, 16), nn.Sequential(nn.Linear(16, 16)))
         module = nn.Sequential(block, nn.Linear(16, 16))
     options = ShardOptions(units=[block, block[1], module[1]])
-    found = predict_step(module, stage=3, ranks=2, options=options)
-    events = " ".join(str(entry) for entry in found.program.entries if entry.op in ("F", "B", "C"))
+    found = predict_program(module, stage=3, ranks=2, options=options)
+    events = " ".join(str(entry) for entry in found.entries if entry.op in ("F", "B", "C"))
     assert events == "F:0 F:0.1 F:1 B:1 C:1.weight B:0 B:0.1 C:0.1.0.weight C:0.0.weight"
 
 
-def test_predict_step_without_a_bound_counts_two_reductions():
+def test_predict_program_without_a_bound_counts_two_reductions():
     module, optimizer = linears(4, 64)
     found = [
-        predict_step(module, optimizer, stage=2, ranks=2, options=ShardOptions(overlap=Overlap(bucket=1, inflight=n)))
+        predict_program(
+            module, optimizer, stage=2, ranks=2, options=ShardOptions(overlap=Overlap(bucket=1, inflight=n))
+        )
         for n in (None, 2)
     ]
     assert found[0] == found[1]
     with pytest.raises(ValueError, match="units has a Linear that is not in the module"):
-        predict_step(module, stage=3, ranks=2, options=ShardOptions(units=[nn.Linear(1, 1)]))
+        predict_program(module, stage=3, ranks=2, options=ShardOptions(units=[nn.Linear(1, 1)]))
 
 
-@for_each(stage=range(4), passes=((True,), (False, True), (True, True)))
+@for_each(stage=range(4), inflight=(1, 2), dtype=(None, torch.bfloat16))
 @pytest.mark.ranks(2)
-def test_steps_of_a_loop_are_the_predicted_programs(stage, passes):
+def test_steps_of_a_loop_are_the_programs_that_shard_predicted(stage, inflight, dtype):
     """Entry by entry, so the checks of helpers.py are not skipped for all loops."""
-    for inflight, dtype in itertools.product((1, 2), (None, torch.bfloat16)):
-        module = mlp(depth=4)
-        optimizer = adamw(module.parameters())
-        options = policies(bucket=1, inflight=inflight, param_dtype=dtype)
-        shard(module, optimizer, stage=stage, group=dist.group.WORLD, **options)
-        predicted = _engine_of(module)._program.predict(passes)[-1]
-        assert passes != (True,) or predicted == program(module)
-        for step in range(3):
-            data = [batch(step, width=8, micro=micro).to(dtype) for micro in range(len(passes))]
-            train(module, optimizer, [data], deferred=None if all(passes) else deferred(module))
-        assert program(module) == predicted
-
-
-@for_each(
-    offload=({"optimizer": {"host": 0.3, "disk": 0.4}}, {"optimizer": 1, "parameters": "disk", "gradients": "disk"})
-)
-@pytest.mark.ranks(2)
-def test_steps_with_offload_are_the_predicted_programs(offload, tmp_path):
-    for stage in range(4) if len(offload) == 1 else (3,):
-        module = mlp(depth=4)
-        optimizer = adamw(module.parameters())
-        options = policies(bucket=1, inflight=2, param_dtype=torch.bfloat16)
-        tiers = Offload(**offload, path=tmp_path, piece=256)
-        shard(module, optimizer, stage=stage, group=dist.group.WORLD, offload=tiers, **options)
-        predicted = program(module)
-        for step in range(3):
-            train(module, optimizer, [[batch(step, width=8).bfloat16()]])
-        assert program(module) == predicted
-        assert any(entry.op == "evict" for entry in predicted.entries)
+    module = mlp(depth=4)
+    optimizer = adamw(module.parameters())
+    precision = {} if dtype is None else {"param_dtype": dtype}
+    shard(module, optimizer, stage=stage, group=dist.group.WORLD, **policies(bucket=1, inflight=inflight, **precision))
+    predicted = program(module)
+    for step in range(3):
+        train(module, optimizer, [[batch(step, width=8).to(dtype)]])
+    assert program(module) == predicted

@@ -10,22 +10,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ._faults import Fault, InjectedFault, fail_at
     from ._for_each import for_each, storm
+    from ._fp64 import keep_fp64
     from ._limited import limited_backend
     from ._observe import observe_results, wait_until
     from ._once import once
     from .accelerator.by_default import default_device_type
     from .accelerator.errors import HostAccessError, RaceError, StrictDeviceError
     from .accelerator.options import Accelerator, Costs, accelerator_type
-    from .accelerator.times import (
-        device_times,
-        host_moment,
-        host_works,
-        own_host_time,
-        pageable_seen,
-        races_seen,
-        wait_until_moment,
-        waits_seen,
-    )
+    from .accelerator.times import device_times, host_works, own_host_time, pageable_seen, races_seen, waits_seen
     from .counting.counting import Collective, Counted, count_collectives
     from .counting.memory import live_bytes, live_storages, peak_bytes, saved_bytes
     from .counting.modules import modules_called
@@ -63,8 +55,8 @@ __all__ = [
     "device_times",
     "fail_at",
     "for_each",
-    "host_moment",
     "host_works",
+    "keep_fp64",
     "label",
     "limited_backend",
     "live_bytes",
@@ -85,7 +77,6 @@ __all__ = [
     "strict_time",
     "virtual_streams",
     "wait_until",
-    "wait_until_moment",
     "waits_seen",
 ]
 
@@ -93,19 +84,11 @@ _LATE = {
     "accelerator.by_default": ("default_device_type",),
     "accelerator.errors": ("HostAccessError", "RaceError", "StrictDeviceError"),
     "accelerator.options": ("Accelerator", "Costs", "accelerator_type"),
-    "accelerator.times": (
-        "device_times",
-        "host_moment",
-        "host_works",
-        "own_host_time",
-        "pageable_seen",
-        "races_seen",
-        "wait_until_moment",
-        "waits_seen",
-    ),
+    "accelerator.times": ("device_times", "host_works", "own_host_time", "pageable_seen", "races_seen", "waits_seen"),
     "counting.counting": ("Collective", "Counted", "count_collectives"),
     "_faults": ("Fault", "InjectedFault", "fail_at"),
     "_for_each": ("for_each", "storm"),
+    "_fp64": ("keep_fp64",),
     "_limited": ("limited_backend",),
     "_observe": ("observe_results", "wait_until"),
     "_once": ("once",),

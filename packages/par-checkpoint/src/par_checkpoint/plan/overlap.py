@@ -203,11 +203,11 @@ class Stretch:
 class BoxIndex:
     """An index of the boxes of identically sharded tensors, which finds the holders of a range of elements.
 
-    Each property is computed on first use. Most tensors are one box that all ranks hold, and need few of them.
+    Everything is computed when it is first asked for: most tensors are one box that all ranks hold, and cost little.
 
     Args:
         boxes: The boxes and their holders.
-        cut: The same boxes without their holders.
+        cut: The boxes alone.
     """
 
     def __init__(self, boxes: Boxes, cut: Cut) -> None:

@@ -192,7 +192,19 @@ class FullSequenceBlock(Hook):
         del args
         if not self.sequence.is_cut(module):
             return output
-        return of_first(output, self._scattered)
+        output = of_first(output, self._scattered)
+        if isinstance(output, (tuple, list)):
+            # A block may return several activations, such as weights of a residual and the hidden states. Indices, such
+            # as those of the tokens that sparse attention chose, are for attention, which sees the full sequence.
+            first, *rest = output
+            return type(output)((first, *(self._scattered(x) if self._is_activation(x) else x for x in rest)))
+        return output
+
+    def _is_activation(self, x: Any) -> bool:
+        return isinstance(x, Tensor) and x.is_floating_point() and self._is_by_token(x)
+
+    def _is_by_token(self, x: Tensor) -> bool:
+        return x.dim() > 2 and x.shape[:2] == self.rows
 
     def _gathered(self, x: Tensor) -> Tensor:
         if x.dim() < 3:
@@ -203,7 +215,7 @@ class FullSequenceBlock(Hook):
 
     def _scattered(self, x: Tensor) -> Tensor:
         group = self.grid.group(self.axes)
-        if x.dim() > 2 and x.shape[:2] == self.rows:
+        if self._is_by_token(x):
             return scatter_to(x, group, SEQUENCE)
         # Blocks of experts return their tokens flat, in the order in which they received them.
         if x.dim() == 2 and len(x) == self.rows.numel():

@@ -6,7 +6,10 @@ their names. Four hooks (`_Borders`) let hidden states enter and leave between t
 embeddings before the first layer and its logits after the last.
 """
 
+import ast
 import copy
+import inspect
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
@@ -38,10 +41,12 @@ def cut(model: nn.Module, runs: Sequence[range]) -> list[nn.Module]:
         runs: Positions of the layers of each stage.
 
     Raises:
-        TypeError: The model has no plan for pipelines, or a module with parameters that the plan does not name.
+        TypeError: The model has no plan for pipelines, a module with parameters that the plan does not name, or layers
+            that return more than hidden states.
     """
     plan, layers = _plan(model)
     _check_named(model, plan)
+    _check_layers(model, layers)
     count = len(layers_of(model))
     stages: list[nn.Module] = []
     for run in runs:
@@ -135,7 +140,14 @@ def _plan(model: nn.Module) -> tuple[dict[str, tuple[list[str], list[str]]], str
     """
     of_class = getattr(type(model), "_pp_plan", None) or {}
     plan: dict[str, tuple[list[str], list[str]]] = {**of_class, **(getattr(model, "_pp_plan", None) or {})}
-    lists = [name for name in plan if isinstance(model.get_submodule(name), nn.ModuleList)]
+    modules = dict(model.named_modules(remove_duplicate=False))
+    absent = next((name for name in plan if name not in modules), None)
+    if absent is not None:
+        raise TypeError(
+            f"the _pp_plan of {type(model).__name__} names {absent!r}, which this model does not have, so nothing says "
+            "where it may be cut; train it without a pipeline, or pass stages of your own"
+        )
+    lists = [name for name in plan if isinstance(modules[name], nn.ModuleList)]
     if len(lists) != 1:
         raise TypeError(
             f"{type(model).__name__} has no _pp_plan with one list of layers, so nothing says where it may be cut; "
@@ -162,6 +174,26 @@ def _check_named(model: nn.Module, plan: Iterable[str]) -> None:
             raise TypeError(
                 f"{type(model).__name__} has parameters in {what}, which its _pp_plan does not name, so nothing says "
                 "which stage runs it; train it without a pipeline, or pass stages of your own"
+            )
+
+
+def _check_layers(model: nn.Module, layers: str) -> None:
+    """Raise an error if a layer returns several values, such as the chosen tokens of sparse attention.
+
+    A stage sends hidden states alone, so that the first layer of the next stage would lack the other values.
+
+    Raises:
+        TypeError: The code of a layer returns a tuple.
+    """
+    for kind in {type(layer) for layer in model.get_submodule(layers).children()}:
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward))))
+        except (OSError, TypeError, SyntaxError):  # it was not read from a file
+            continue
+        if any(isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple) for node in ast.walk(tree)):
+            raise TypeError(
+                f"{kind.__name__} of {type(model).__name__} returns more than hidden states to the next layer, and a "
+                "stage sends hidden states alone; train it without a pipeline, or pass stages of your own"
             )
 
 

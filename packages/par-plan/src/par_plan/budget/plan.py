@@ -52,7 +52,6 @@ class BudgetPlan:
         reasons: A sentence for each choice.
         step: Bytes of the device beside `state` while the optimizer steps, when activations are free: gradients in its
             dtype.
-        later: Bytes of `kinds` that the device needs only from the second step on, such as a prefetched unit.
         is_open: Whether the rest is spent when the first step was measured.
         recalled: Bytes of state that have come back from the disk then.
     """
@@ -62,7 +61,6 @@ class BudgetPlan:
     kinds: Mapping[str, float]
     reasons: tuple[str, ...]
     step: float = 0.0
-    later: float = 0.0
     is_open: bool = False
     recalled: float = 0.0
 

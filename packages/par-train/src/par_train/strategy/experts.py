@@ -26,12 +26,14 @@ def share_of_experts(model: nn.Module, groups: ProcessGroups) -> list[DataParall
     topology, axes, averaged = groups.topology, EXPERT_COPIES, averaged_axes(groups.topology)
     if EXPERTS not in topology.views or topology.blocks(axes) == topology.blocks(averaged):
         return []
-    near = set(groups.ranks(axes))
+    near, every = set(groups.ranks(axes)), set(groups.ranks(averaged))
     dealt = [
         parameter
         for module in expert_modules(model).values()
         for parameter in module.parameters()
-        if attributes.SHARDING.is_on(parameter) and all(near <= set(box.copies) for box in sharding_of(parameter).boxes)
+        if attributes.SHARDING.is_on(parameter)
+        # A norm of all experts' outputs is replicated over all data ranks, each of which has outputs of its experts.
+        and all(near <= set(box.copies) and not every <= set(box.copies) for box in sharding_of(parameter).boxes)
     ]
     return [DataParallelGroup(groups[axes], divisor=groups.size(averaged), parameters=dealt)] if dealt else []
 

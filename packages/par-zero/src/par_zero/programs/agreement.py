@@ -13,20 +13,25 @@ from .._collectives import largest_of
 from .._unit import Unit
 from ..reduce.reducer import Reducer
 
+FLAGS = 2
+"""Number of flags in every comparison, in addition to the flag of a budget."""
+
 
 class PassEnd(IntEnum):
     """Ways to end a pass. The values are negative because a comparison also takes unit numbers, from 0 up."""
 
     BACKWARD = -1
-    EVALUATION = -2
-    UNREDUCED = -3
-    FORWARD = -4
+    LATE = -2  # also ends backward, and has received gradients of chunks whose reductions had begun
+    EVALUATION = -3
+    UNREDUCED = -4
+    FORWARD = -5
 
     @property
     def text(self) -> str:
         """Text for error messages: an action of a rank that ends a pass this way."""
         return {
             PassEnd.BACKWARD: "ends backward",
+            PassEnd.LATE: "ends backward",
             PassEnd.EVALUATION: "ends a forward without gradients",
             PassEnd.UNREDUCED: "ends a backward that reduces no gradients",
             PassEnd.FORWARD: "begins backward",
@@ -37,11 +42,13 @@ class Compared(NamedTuple):
     """The result of a comparison.
 
     Args:
+        what: The smallest number of what the ranks do next. It is equal on all ranks, except for the ends of backward.
         alike: Whether all ranks passed the same detail.
         least: The smallest detail of all ranks.
         flags: One boolean per flag: whether any rank has set it.
     """
 
+    what: int
     alike: bool
     least: int
     flags: list[bool]
@@ -56,10 +63,7 @@ class Agreement:
             reaches all ranks.
         device: Device of the compared numbers.
         reducer: Reducer that begins the same reductions on all ranks before they raise.
-        flags: Number of flags in a comparison, two or more, the same on all ranks.
-
-    Attributes:
-        flags: Number of flags in a comparison.
+        flags: Number of flags in a comparison, the same on all ranks.
     """
 
     def __init__(
@@ -69,10 +73,10 @@ class Agreement:
         device: torch.device,
         reducer: Reducer,
         *,
-        flags: int = 2,
+        flags: int = FLAGS,
     ) -> None:
         self._units, self._groups, self._device, self._reducer = tuple(units), tuple(groups), device, reducer
-        self.flags = flags
+        self._flags = flags
 
     def most(self, numbers: Sequence[int]) -> list[int]:
         """Return the elementwise maximum of the ranks' lists, by an all-reduce.
@@ -86,7 +90,8 @@ class Agreement:
         """Compare the next step of this rank with all other ranks.
 
         Args:
-            what: Number of the unit that this rank needs, or a `PassEnd`. It must be equal on all ranks.
+            what: Number of the unit that this rank needs, or a `PassEnd`. It must be equal on all ranks, except that
+                only some ranks may end backward with late gradients.
             detail: An int32 that may differ between ranks.
             flags: Flags to combine over the ranks, at most the number that the constructor received.
 
@@ -94,15 +99,13 @@ class Agreement:
             RuntimeError: The ranks need different units, or end the pass differently. All ranks raise.
         """
         # Padding to one shape: another rank may compare something else, with another number of flags.
-        first, second, *more = [*flags, *[False] * (self.flags - len(flags))]
+        room = [False] * (self._flags - len(flags))
         # The maximum of a number and of its negative shows in one all-reduce whether the number is equal on all ranks.
-        # If it is equal, the lowest bit of the maximum is a flag that any rank has set. If not, all ranks raise.
-        numbers = [2 * what + first, -2 * what + second, detail, -detail, *more]
+        numbers = [what, -what, detail, -detail, *flags, *room]
         most, least, most_detail, least_detail, *told = largest_of(numbers, self._groups, self._device)
-        if most >> 1 != -(least >> 1):
+        if most != -least and (most, -least) != (PassEnd.BACKWARD, PassEnd.LATE):
             self._refuse(what)
-        set_flags = [bool(flag) for flag in (most & 1, least & 1, *told)]
-        return Compared(most_detail == -least_detail, -least_detail, set_flags)
+        return Compared(-least, most_detail == -least_detail, -least_detail, [bool(flag) for flag in told])
 
     def meet(self, number: int) -> None:
         """Compare whether all ranks need the same unit, which is in no program.

@@ -1,6 +1,5 @@
 """The recorder that turns the meter's notes of a step into its program."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from ..layout.meter import Meter
@@ -62,6 +61,6 @@ class StepRecord:
         entries = tuple(ProgramEntry(*each) for each in self._meter.done)
         return replace(self._model.sizes, entries=entries, start=self._start)
 
-    def predict(self, passes: Sequence[bool] = (True,)) -> list[ZeroProgram]:
+    def predict(self) -> list[ZeroProgram]:
         """Return the programs of the first steps of a module that has not run: see `predict_steps`."""
-        return predict_steps(self._model, passes=passes)
+        return predict_steps(self._model)

@@ -3,7 +3,7 @@
 import ast
 import dis
 import textwrap
-from inspect import CO_VARKEYWORDS, getargs, getsource, signature, unwrap
+from inspect import CO_VARKEYWORDS, getargs, getsource, isfunction, signature, unwrap
 from types import CodeType
 
 from torch import Tensor, nn
@@ -182,19 +182,41 @@ def check_outputs(model: nn.Module, args: object, output: object) -> None:
 
 
 def _computes_with_mask(kind: type[nn.Module]) -> bool:
-    """Return whether a module's code computes with its attention_mask, beyond passing it on or comparing it to None."""
-    try:
-        tree = ast.parse(textwrap.dedent(getsource(unwrap(kind.forward))))
-    except (OSError, TypeError, SyntaxError):  # it was not read from a file
-        return False
-    for node in ast.walk(tree):
-        operands: list[ast.expr] = []
-        if isinstance(node, (ast.Subscript, ast.Attribute)):
-            operands = [node.value]
-        elif isinstance(node, ast.BinOp):
-            operands = [node.left, node.right]
-        elif isinstance(node, ast.UnaryOp) and not isinstance(node.op, ast.Not):
-            operands = [node.operand]
-        if any(isinstance(each, ast.Name) and each.id == "attention_mask" for each in operands):
-            return True
+    """Return whether a module's code computes with its attention_mask, beyond passing it on or comparing it to None.
+
+    Methods of the module that receive the mask count, too.
+    """
+    waiting, seen = ["forward"], set[str]()
+    while waiting:
+        method = waiting.pop()
+        seen.add(method)
+        try:
+            tree = ast.parse(textwrap.dedent(getsource(unwrap(getattr(kind, method)))))
+        except (OSError, TypeError, SyntaxError):  # it was not read from a file
+            continue
+        for node in ast.walk(tree):
+            operands: list[ast.expr] = []
+            if isinstance(node, (ast.Subscript, ast.Attribute)):
+                operands = [node.value]
+            elif isinstance(node, ast.BinOp):
+                operands = [node.left, node.right]
+            elif isinstance(node, ast.UnaryOp) and not isinstance(node.op, ast.Not):
+                operands = [node.operand]
+            if any(map(_is_mask, operands)):
+                return True
+            if (called := _own_method(node)) and isfunction(getattr(kind, called, None)) and called not in seen:
+                waiting.append(called)
     return False
+
+
+def _is_mask(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "attention_mask"
+
+
+def _own_method(node: ast.AST) -> str | None:
+    """Return the name of the method if a node is `self.method(..., attention_mask, ...)`."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return None
+    is_own = isinstance(node.func.value, ast.Name) and node.func.value.id == "self"
+    given = (*node.args, *(keyword.value for keyword in node.keywords))
+    return node.func.attr if is_own and any(map(_is_mask, given)) else None

@@ -12,6 +12,7 @@ from torch import nn
 
 from par_groups import Registry
 
+from .full_features import gather_features
 from .styles import (
     ColumnParallel,
     EmbeddingParallel,
@@ -204,7 +205,7 @@ def _resolve_auto(model: nn.Module, *, experts: bool) -> Resolved:
         )
     both = ((input_embedding(model), EmbeddingParallel()), (output_embedding(model), ColumnParallel(gather=True)))
     rules.update({name_of(module, model): style for module, style in both if module is not None})
-    return Resolved(rules, tuple(unmatched))
+    return Resolved(gather_features(rules, names), tuple(unmatched))
 
 
 def warn_if_layers_stay_full(model: nn.Module, resolved: Resolved) -> None:

@@ -1,6 +1,9 @@
 """Kinds of modules: linears and embeddings that can be sharded, and modules that compute each token separately."""
 
+import ast
+import inspect
 import sys
+import textwrap
 from typing import Any
 
 from torch import nn
@@ -8,6 +11,26 @@ from torch.nn.modules import activation
 
 BY_TOKEN = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity)
 """Modules of torch that treat each token by itself, beside its activations."""
+
+
+NOT_BY_TOKEN = frozenset(
+    {
+        "self",
+        "hidden_states",
+        "attention_mask",
+        "encoder_hidden_states",
+        "encoder_attention_mask",
+        "position_embeddings",
+        "position_ids",
+        "cache_position",
+        "past_key_values",
+        "layer_past",
+        "use_cache",
+        "output_attentions",
+        "kwargs",
+    }
+)
+"""Arguments of layers that are activations, that attention alone reads, or that are no tensors."""
 
 
 def is_by_token(module: nn.Module) -> bool:
@@ -25,6 +48,28 @@ def is_by_token(module: nn.Module) -> bool:
 def is_norm(module: nn.Module) -> bool:
     """Return whether a module is a norm of single tokens, or of their heads, with parameters."""
     return is_by_token(module) and "Norm" in type(module).__name__ and next(module.parameters(), None) is not None
+
+
+def computed_arguments(kind: type[nn.Module]) -> set[str]:
+    """Return the arguments that a layer's own code computes with, beside its activations and what is not per token.
+
+    To pass an argument on to a module inside, by name or position, or to compare it to None, is no computation.
+    """
+    taken = set(inspect.signature(kind.forward).parameters) - NOT_BY_TOKEN
+    if not taken:
+        return set()
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward))))
+    except (OSError, TypeError, SyntaxError):  # it was not read from a file
+        return set()
+    passed: set[int] = set()
+    for node in ast.walk(tree):
+        is_call_inside = isinstance(node, ast.Call) and ast.unparse(node.func).startswith("self.")
+        if is_call_inside:
+            passed.update(id(each) for each in (*node.args, *(keyword.value for keyword in node.keywords)))
+        elif isinstance(node, ast.Compare) and all(isinstance(each, (ast.Is, ast.IsNot)) for each in node.ops):
+            passed.add(id(node.left))
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in passed} & taken
 
 
 def is_linear(module: nn.Module) -> bool:

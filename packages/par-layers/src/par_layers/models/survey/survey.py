@@ -33,7 +33,7 @@ from ..plans.styles import (
     Style,
     with_unit,
 )
-from .kinds import check_embedding, features_of, is_by_token, join, parent
+from .kinds import check_embedding, computed_arguments, features_of, is_by_token, join, parent
 from .parameters import ParameterShards
 
 WHOLE = frozenset({"per_layer_input", "input_ids"})
@@ -326,9 +326,13 @@ class _Surveyor:
         if not units or not self.axes:
             return {}, {}, bool(units)
         ranks = self.grid.size(self.axes)
-        config = getattr(module, "config", None)
+        config = _config_of(module)
         heads = _first_count(module, config, "num_heads", "num_attention_heads")
-        keys = _first_count(module, config, "num_key_value_heads") or heads
+        keys = _first_count(module, None, "num_key_value_heads")
+        groups = _first_count(module, None, "num_key_value_groups")
+        if keys is None and heads and groups:  # layers of one model may differ, and the config counts one kind
+            keys = heads // groups
+        keys = keys or _first_count(module, config, "num_key_value_heads") or heads
         known: dict[str, int] = {}
         if heads is not None and keys is not None:
             # With fewer key heads than ranks, each rank has a copy of one key head.
@@ -404,7 +408,9 @@ class _Surveyor:
             children = [join(name, child) for child, _ in self.modules[name].named_children()]
             rules = [self.rules.get(child) for child in children]
             puts_together = any(getattr(rule, "gather", False) or getattr(rule, "split", False) for rule in rules)
-            if puts_together or name not in around:
+            # Nobody calls a container, so a hook on it would never run.
+            is_container = isinstance(self.modules[name], (nn.ModuleList, nn.ModuleDict))
+            if not is_container and (puts_together or name not in around):
                 found.append(name)
             else:
                 waiting += children
@@ -432,7 +438,8 @@ class _Surveyor:
         (name,) = found
         for layer in self.modules[str(name)].children():
             taken = set(inspect.signature(type(layer).forward).parameters)
-            for own in WHOLE & taken if getattr(layer, "hidden_size_per_layer_input", True) else ():
+            read = (WHOLE & taken) | computed_arguments(type(layer))
+            for own in sorted(read if getattr(layer, "hidden_size_per_layer_input", True) else read - WHOLE):
                 raise TypeError(
                     f"the layers of {who} take {own!r} of all tokens beside their activations, of which each rank "
                     "would have a part; use sequence_parallel=False"
@@ -446,6 +453,15 @@ class _Surveyor:
             if isinstance(self.modules.get(path), nn.ModuleList):
                 return path
         return None
+
+
+def _config_of(module: nn.Module) -> Any:
+    """Return the config that a module's code reads; that of its layer, if layers of the model differ."""
+    config: Any = getattr(module, "config", None)
+    layer = getattr(module, "layer_idx", None)
+    if getattr(config, "is_heterogeneous", False) is True and isinstance(layer, int):
+        return config.per_layer_config[layer]
+    return config
 
 
 def _first_count(module: object, config: object, *names: str) -> int | None:
