@@ -55,7 +55,8 @@ def computed_arguments(kind: type[nn.Module]) -> set[str]:
 
     To pass an argument on to a module inside, by name or position, or to compare it to None, is no computation.
     """
-    taken = set(inspect.signature(kind.forward).parameters) - NOT_BY_TOKEN
+    _, _, *others = [*inspect.signature(kind.forward).parameters, "", ""]  # after the module and its activations
+    taken = set(others) - NOT_BY_TOKEN
     if not taken:
         return set()
     try:
