@@ -434,3 +434,32 @@ def test_a_forward_without_backward_changes_the_order_for_its_pass_alone():
         if step == 4:
             assert len(comparisons(counted)) == 1
     assert_near(whole(module), copies(reference))
+
+
+@for_each(extra=(-1, 1), evaluates=(False, True))
+@pytest.mark.ranks(2)
+def test_number_of_steps_that_differs_raises_on_all_ranks(extra, evaluates):
+    module, optimizer = sharded(mlp(), 3)
+    weights = whole(module)
+
+    def advance(steps=1):
+        loss_of(module, batch(dist.get_rank(), width=8)).backward()
+        for _ in range(steps):
+            optimizer.step()
+        optimizer.zero_grad()
+
+    @torch.no_grad()
+    def evaluate():
+        loss_of(module, batch(0, width=8))
+
+    advance()
+    advance(steps=1 + extra * dist.get_rank())
+    with pytest.raises(
+        RuntimeError,
+        match=rf"rank 1 has taken {1 + extra} steps of its optimizers since the last pass where rank 0 has taken 1",
+    ):
+        evaluate() if evaluates else advance()
+    reset(module)
+    module.load_state_dict(weights)
+    advance()  # a later pass has nothing left to name
+    advance()

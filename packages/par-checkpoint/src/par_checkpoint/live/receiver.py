@@ -103,7 +103,7 @@ class Receiver:
                 return collect(self._state)
 
             content = session.ranks.agree(look)
-            self._rank, self._size = session.ranks.rank, session.ranks.size
+            self._place = session.ranks.rank, session.ranks.size
             self._name: str = session.ranks.broadcast(uuid.uuid4().hex)
         self._memory = WeightCopy.like(content, None)
         self._staged: Staged | None = None
@@ -132,7 +132,7 @@ class Receiver:
                 return self._staged, [int(self._staged is not None)]
 
             staged, (ready,) = session.ranks.tell(look, 1)
-        return staged if ready == self._size else None
+        return staged if ready == self._place[1] else None
 
     def close(self) -> None:
         """End the thread of this rank, after the update that it may be receiving."""
@@ -184,7 +184,8 @@ class Receiver:
             fetch: Number of the update among those of this generator.
         """
         key = f"generator/{self._name}/{fetch}"
-        if self._rank:  # the first rank decides when all of them fetch
+        rank, size = self._place
+        if rank:  # the first rank decides when all of them fetch
             if not self._store.check([key]):
                 return None
             publisher, number = map(int, self._store.get(key).split())
@@ -197,7 +198,7 @@ class Receiver:
             return None
         number = self._store.add(f"{publisher}/updates", 1)
         self._store.set(key, f"{publisher} {number}")
-        Transaction(self._store, publisher, number).announce("generator", self._size)
+        Transaction(self._store, publisher, number).announce("generator", size)
         return publisher, number
 
     def _fetch(self, publisher: int, number: int) -> int | None:
@@ -215,13 +216,13 @@ class Receiver:
             _logger.info("update %d: %s", number, error)
             transaction.decide(ABORT)
             return None
-        ranks = int(self._store.get(f"{publisher}/ranks"))
+        ranks, (rank, size) = int(self._store.get(f"{publisher}/ranks")), self._place
         update = Update(
             at=self._at,
             publisher=publisher,
             number=number,
-            rank=ranks + self._rank,
-            size=ranks + self._size,
+            rank=ranks + rank,
+            size=ranks + size,
             budget=self._budget,
             timeout=self._timeout,
         )

@@ -93,14 +93,13 @@ class Ranks:
         self._machines: list[tuple[Sequence[int], str]] | None = None  # by number: its ranks, and its name
         self._met = set(range(self.size))  # the ranks that this one is connected with
         self._gloo: Any = None
-        self._name = ""
-        self._in_background = in_background
+        self._name, self._in_background = "", in_background
         if group is not None and self.size > 1:
             self._roll = roll or Roll.of(group)
             if self._roll.is_lost:
                 self._gloo = self._gloo_of_trainer(group)
             else:
-                self._make()
+                self.connect()
 
     @classmethod
     def in_store(cls, store: Any, call: str, rank: int, size: int, timeout: float) -> "Ranks":
@@ -118,11 +117,6 @@ class Ranks:
         ranks._roll = Roll(store, rank, range(size))
         ranks._roll.come(call)
         return ranks
-
-    def connect(self) -> None:
-        """Connect the processes of `in_store`. Collective."""
-        if self.size > 1:
-            self._make()
 
     def disconnect(self) -> None:
         """Close all connections, which raises an error in each process that still waits for this one. Not collective.
@@ -142,8 +136,10 @@ class Ranks:
             if self._gloo is not None:
                 set_timeout_of(self._gloo, self._timeout)
 
-    def _make(self) -> None:
-        """Make a communicator of only these ranks. All other ranks would have to call torch's `new_group`, too."""
+    def connect(self) -> None:
+        """Make a communicator, as after `in_store`. Collective over these ranks alone, unlike torch's `new_group`."""
+        if self.size == 1:
+            return
         self._name = self._roll.next_name()
         try:
             self._gloo = gloo_among(self._roll.store_for(self._name), self.rank, self.size, _PATIENCE)

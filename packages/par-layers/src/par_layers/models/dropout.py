@@ -105,3 +105,11 @@ def adopt_dropout_(
     """
     dropout.__class__ = AdoptedDropout
     dropout.__dict__.update(grid=grid, axes=axes, region=region, layout=layout, sequence=sequence)
+
+
+def has_dropout(module: nn.Module) -> bool:
+    """Return whether an attention drops weights, by a probability attribute or by a child dropout."""
+    rates = (value for key, value in vars(module).items() if "dropout" in key and isinstance(value, (int, float)))
+    return any(rate > 0 for rate in rates) or any(
+        isinstance(child, nn.Dropout) and child.p > 0 for child in module.children()
+    )

@@ -19,7 +19,7 @@ from ..modes.rules import ParallelMatmul
 from .adapters import base_model, check_prompts, wrapper_around
 from .counts import LocalConfig
 from .cutting import ShardingRecords, keep_part_, make_alike_
-from .dropout import AdoptedDropout, SameDraws, adopt_dropout_
+from .dropout import AdoptedDropout, SameDraws, adopt_dropout_, has_dropout
 from .generation import Generation
 from .guards import ModelEntry, RequestedOutputs, check_whole, guard_
 from .hooks import CutExperts, CutFeatures, LatentOutput, PartialOutput, ShardedVocabularyHook, SharedExpert
@@ -267,7 +267,9 @@ class _Adoption:
             deal_(DealtForward(self.modules[name], experts, self.grid.seen_as(EXPERTS), self.axes, name, block))
         self._begin_and_end(regions)
         self._adopt_dropouts(regions)
-        if self.axes and any(_drops(module) or isinstance(module, AdoptedDropout) for module in self.model.modules()):
+        if self.axes and any(
+            has_dropout(module) or isinstance(module, AdoptedDropout) for module in self.model.modules()
+        ):
             self.model.register_forward_pre_hook(SameDraws(self.grid, self.axes).before)
         for module in self.model.modules():
             if module._parameters and not isinstance(module, ParallelLayer):
@@ -379,7 +381,7 @@ class _Adoption:
 
     def _region(self, name: str, plan: RegionPlan) -> Region:
         entry = RegionEntry(self.grid, self.axes) if self.axes and self.found.has_entry(name) else None
-        inner = plan.heads and _drops(self.modules[name])
+        inner = plan.heads and has_dropout(self.modules[name])
         watched = self.axes and (entry is not None or not plan.closed)
         return Region(
             self.grid,
@@ -493,11 +495,3 @@ class _Adoption:
         self.model.__dict__[KEPT_AS] = Parallelization(
             resolved.rules, resolved.unmatched, self.layers, self.logits, vocabulary, table, over, self.digest, head
         )
-
-
-def _drops(module: nn.Module) -> bool:
-    """Return whether an attention drops weights, by a probability attribute or by a child dropout."""
-    rates = (value for key, value in vars(module).items() if "dropout" in key and isinstance(value, (int, float)))
-    return any(rate > 0 for rate in rates) or any(
-        isinstance(child, nn.Dropout) and child.p > 0 for child in module.children()
-    )

@@ -66,7 +66,6 @@ class Chunk:
             copy are on a disk, the parts of `own` that are stepped separately.
         slices: Tensors of the optimizer that hold `master`.
         wholes: Tensors of the optimizer into which its parameters are assembled.
-        device: Device that computes with the parameters. `own` and `elsewhere` may be on its host.
         number: Index in the order in which gradients are expected; -1 if the chunk gets none.
         home: Tiers of its parameters and reduced gradients between passes, by which bytes are counted.
         meter: Meter of gathered parameters, gradients and buffers: the engine's, once the engine exists.
@@ -74,12 +73,10 @@ class Chunk:
 
     def __init__(self, plan: ChunkPlan, groups: Groups, stage: ZeroStage, packed: torch.Tensor) -> None:
         self.plan, self.stage, dtype = plan, stage, plan.dtype_in_use
-        self.members, self.layout, self.device = plan.members, plan.layout, packed.device
+        self.members, self.layout = plan.members, plan.layout
         self.groups, self.meter, self.home = groups, Meter(), Home()
         self._guards = False
-        # Torch counts no writes to tensors that were made in inference mode.
-        self._parameters = [each.parameter for each in self.members if not each.parameter.is_inference()]
-        self._versions: list[int] = []
+        self._versions: list[tuple[nn.Parameter, int]] = []
         low, high = self.updated
         if stage.shards_parameters:
             # The full buffer loses its memory below, so the shard needs memory of its own.
@@ -92,8 +89,8 @@ class Chunk:
             # A view of the shard would keep the full buffer alive.
             self.master = packed if high - low == self.layout.size else packed[low:high].clone()
         if stage.shards_parameters:
-            self.show_share()
             self.flat = packed
+            self.show_share()
             if dtype != packed.dtype:
                 # The optimizer's copy needs only a shard of `packed`, whose memory goes before the buffer in `dtype`
                 # takes its own.
@@ -129,6 +126,11 @@ class Chunk:
     def label(self) -> str:
         """Names of its first and its last parameter, for messages about its collectives."""
         return " to ".join(dict.fromkeys((self.name, self.members[-1].names[0])))
+
+    @property
+    def device(self) -> torch.device:
+        """Device that computes with the parameters. `own` and `elsewhere` may be on its host."""
+        return self.flat.device
 
     @property
     def is_on_host(self) -> bool:
@@ -212,7 +214,9 @@ class Chunk:
             if type(parameter) is FreedParameter:
                 object.__setattr__(parameter, "__class__", WatchedWeight)
             nn.Parameter.data.__set__(parameter, view)  # type: ignore[attr-defined]  # the setter would record a write
-        self._versions = [version_of(each) for each in self._parameters]
+        # Torch counts no writes to tensors that were made in inference mode.
+        parameters = (each.parameter for each in self.members if not each.parameter.is_inference())
+        self._versions = [(parameter, version_of(parameter)) for parameter in parameters]
 
     @property
     def may_be_written(self) -> bool:
@@ -220,8 +224,9 @@ class Chunk:
 
         Autograd counts in-place writes. It does not count writes to `data`, so an access to it counts as a write.
         """
-        return self._versions != [version_of(each) for each in self._parameters] or any(
-            attributes.HAS_ALIAS.of(each) for each in self._parameters
+        return any(
+            version_of(parameter) != version or attributes.HAS_ALIAS.of(parameter)
+            for parameter, version in self._versions
         )
 
     def show_share(self) -> None:

@@ -38,11 +38,23 @@ class PassEnd(IntEnum):
         }[self]
 
 
+def _with_steps(end: int, steps: int) -> int:
+    """Return the number of a `PassEnd` after some steps of optimizers. 0 steps leave the end as it is."""
+    return end - len(PassEnd) * steps
+
+
+def _parted(number: int) -> tuple[PassEnd, int]:
+    """Return the end and the steps of a number of `_with_steps`."""
+    steps, end = divmod(-number - 1, len(PassEnd))
+    return PassEnd(-1 - end), steps
+
+
 class Compared(NamedTuple):
     """The result of a comparison.
 
     Args:
-        what: The smallest number of what the ranks do next. It is equal on all ranks, except for the ends of backward.
+        what: The smallest number of what the ranks do next, without steps. It is equal on all ranks, except for the
+            ends of backward.
         alike: Whether all ranks passed the same detail.
         least: The smallest detail of all ranks.
         flags: One boolean per flag: whether any rank has set it.
@@ -77,6 +89,11 @@ class Agreement:
     ) -> None:
         self._units, self._groups, self._device, self._reducer = tuple(units), tuple(groups), device, reducer
         self._flags = flags
+        self._steps = 0  # steps of optimizers since the last end of a pass
+
+    def count_step(self) -> None:
+        """Count a step of an optimizer. The ranks compare the count at the end of the next pass, at no further cost."""
+        self._steps += 1
 
     def most(self, numbers: Sequence[int]) -> list[int]:
         """Return the elementwise maximum of the ranks' lists, by an all-reduce.
@@ -96,16 +113,24 @@ class Agreement:
             flags: Flags to combine over the ranks, at most the number that the constructor received.
 
         Raises:
-            RuntimeError: The ranks need different units, or end the pass differently. All ranks raise.
+            RuntimeError: The ranks need different units, end the pass differently, or have taken different numbers of
+                steps since the last end of a pass. All ranks raise.
         """
+        steps = 0
+        if what < 0:
+            # A rank that has left out a step holds a shard of older weights than the others.
+            steps, self._steps = self._steps, 0
+            what = _with_steps(what, steps)
         # Padding to one shape: another rank may compare something else, with another number of flags.
         room = [False] * (self._flags - len(flags))
         # The maximum of a number and of its negative shows in one all-reduce whether the number is equal on all ranks.
         numbers = [what, -what, detail, -detail, *flags, *room]
         most, least, most_detail, least_detail, *told = largest_of(numbers, self._groups, self._device)
-        if most != -least and (most, -least) != (PassEnd.BACKWARD, PassEnd.LATE):
+        ends_of_backward = _with_steps(PassEnd.BACKWARD, steps), _with_steps(PassEnd.LATE, steps)
+        if most != -least and (most, -least) != ends_of_backward:
             self._refuse(what)
-        return Compared(-least, most_detail == -least_detail, -least_detail, [bool(flag) for flag in told])
+        smallest = -least if least <= 0 else _parted(-least)[0]
+        return Compared(smallest, most_detail == -least_detail, -least_detail, [bool(flag) for flag in told])
 
     def meet(self, number: int) -> None:
         """Compare whether all ranks need the same unit, which is in no program.
@@ -134,14 +159,23 @@ class Agreement:
 
     def _refuse(self, what: int) -> NoReturn:
         """Raise on all ranks, with the two ranks that differ, after all reductions in flight have completed."""
+        self._steps = 0  # as on the ranks that had come to an end
         said = agree(None, what, *self._groups)
         # Reductions that only some ranks have begun would never complete, so every rank begins the same number first.
         self._reducer.begin_all(self._groups)
         first, other = min(said), min((rank for rank in said if said[rank] != said[min(said)]), default=min(said))
+        if said[first] < 0 and said[other] < 0:
+            (_, steps), (_, others) = _parted(said[first]), _parted(said[other])
+            if steps != others:
+                raise RuntimeError(
+                    f"rank {other} has taken {others} steps of its optimizers since the last pass where rank {first} "
+                    f"has taken {steps}, so their shards belong to different versions of the weights; load the latest "
+                    "checkpoint, and skip a step on all ranks or on none, such as by the norm of `clip_grad_norm_`"
+                )
         raise RuntimeError(
             f"rank {other} {self._text(said[other])} where rank {first} {self._text(said[first])}, and at stage 3 all "
             "ranks gather a unit together; make one unit of what not all ranks run, units=..., or pass stage=2"
         )
 
     def _text(self, number: int) -> str:
-        return f"runs {self._units[number].name}" if number >= 0 else PassEnd(number).text
+        return f"runs {self._units[number].name}" if number >= 0 else _parted(number)[0].text

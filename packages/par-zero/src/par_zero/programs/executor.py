@@ -181,6 +181,7 @@ class Executor:
 
     def end_step(self) -> None:
         """End the step after the optimizer has updated the parameters and all units were freed."""
+        self._agreement.count_step()
         # A forward without a backward has not ended its pass. All units were freed, so its program no longer applies.
         if self._pass is not None:
             self._pass.leave_program()

@@ -54,7 +54,7 @@ def _needs_full(
     if not isinstance(head, int):
         is_pure = next(region.parameters(recurse=False), None) is None
         return {owner} if is_pure and _names(region) & REDUCES else set()
-    widths: set[int] = {modules[name].out_features for name in columns}
+    widths = {each.out_features for name in columns if isinstance(each := modules[name], nn.Linear)}
     heads = {width // head for width in widths if width % head == 0 and width > head}
     needed = set()
     for path, module in region.named_modules(prefix=owner):

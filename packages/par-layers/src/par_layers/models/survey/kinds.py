@@ -65,8 +65,7 @@ def computed_arguments(kind: type[nn.Module]) -> set[str]:
         return set()
     passed: set[int] = set()
     for node in ast.walk(tree):
-        is_call_inside = isinstance(node, ast.Call) and ast.unparse(node.func).startswith("self.")
-        if is_call_inside:
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("self."):
             passed.update(id(each) for each in (*node.args, *(keyword.value for keyword in node.keywords)))
         elif isinstance(node, ast.Compare) and all(isinstance(each, (ast.Is, ast.IsNot)) for each in node.ops):
             passed.add(id(node.left))
