@@ -208,14 +208,12 @@ def test_a_rank_that_comes_late_is_named_and_waited_for(tmp_path, monkeypatch):
 @pytest.mark.ranks(2)
 def test_a_call_inside_a_call_is_refused(tmp_path):
     def saves_again(name):
-        save(tmp_path / "inner", model={"w": torch.ones(2)})
+        save(tmp_path / "in", model={"w": torch.ones(2)})
         return name
 
-    with pytest.raises(
-        CheckpointError, match=r"save\('.*inner'\) was called while save\('.*outer'\) runs in this thread"
-    ):
-        save(tmp_path / "outer", model={"w": torch.ones(2)}, format=Format(names=saves_again))
-    save(tmp_path / "outer", model={"w": torch.ones(2)})
+    with pytest.raises(CheckpointError, match=r"save\('.*in'\) was called while save\('.*out'\) runs in this thread"):
+        save(tmp_path / "out", model={"w": torch.ones(2)}, format=Format(names=saves_again))
+    save(tmp_path / "out", model={"w": torch.ones(2)})
 
 
 def fail_to_connect(*_):

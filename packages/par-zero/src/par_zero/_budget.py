@@ -243,7 +243,11 @@ def fit_to_budgets(
     """
     # A budget counts the receive buffers of gloo on every backend.
     ranks = [PlannedRanks.of(share, receives=True) for share in shares]
-    updated = _from_zero(updated_slices(plans, stage, [each.index for each in ranks]))
+    # Slices of the same sizes that begin at 0: most ranks then have equal ones, and are counted once.
+    updated = tuple(
+        tuple(replace(part, start=0, stop=part.stop - part.start) for part in slices)
+        for slices in updated_slices(plans, stage, [each.index for each in ranks])
+    )
     sharers = [group for share in shares for group in share.groups]
     # Ranks choose the same fractions, so each counts for all ranks: shards differ in padding, and experts in size.
     layouts = tuple(plan.layout for plan in plans) if len(shares) > 1 else ()  # of one group they are the same
@@ -321,11 +325,6 @@ def _with_layouts(plans: Sequence[ChunkPlan], layouts: Sequence[ChunkLayout]) ->
     if not layouts:
         return list(plans)
     return [replace(plan, layout=layout) for plan, layout in zip(plans, layouts, strict=True)]
-
-
-def _from_zero(updated: UpdatedSlices) -> UpdatedSlices:
-    """Return slices of the same sizes that begin at 0. Most ranks then have equal ones, and are counted once."""
-    return tuple(tuple(replace(part, start=0, stop=part.stop - part.start) for part in slices) for slices in updated)
 
 
 def _auto_options(

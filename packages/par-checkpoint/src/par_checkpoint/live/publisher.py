@@ -92,9 +92,14 @@ class Publisher:
                 self._budget = parse_size(budget, name="budget", least=1)
                 self._store = at.open()
 
+            def register() -> int:
+                number: int = self._store.add("publishers", 1)  # this publisher takes over from all before it
+                self._store.set(f"{number}/ranks", str(session.ranks.size))
+                return number
+
             session.ranks.agree(look)
             self._rank, self._ranks = session.ranks.rank, session.ranks.size
-            self._number: int = session.ranks.on_first(lambda: self._register(session.ranks.size))
+            self._number: int = session.ranks.on_first(register)
         self._newest: tuple[int, WeightCopy] | None = None
         self._commits: dict[int, int] = {}  # number of committed updates, by version
         self._changed = threading.Condition()
@@ -102,12 +107,6 @@ class Publisher:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="par-checkpoint-publish", daemon=True)
         self._thread.start()
-
-    def _register(self, ranks: int) -> int:
-        """Return the number of this publisher, which takes over from all before it."""
-        number: int = self._store.add("publishers", 1)
-        self._store.set(f"{number}/ranks", str(ranks))
-        return number
 
     def publish(self, version: int) -> Publication:
         """Copy the weights to host memory, and offer the copy to generators. Collective over the trainer's ranks.
@@ -198,19 +197,18 @@ class Publisher:
                 if size is None:
                     self._closing.wait(_IDLE)
                     continue
-                self._send(transaction, number, size)
+                self._send(transaction, size)
                 number += 1
         except Exception as error:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
 
-    def _send(self, transaction: Transaction, number: int, generator: int) -> None:
+    def _send(self, transaction: Transaction, generator: int) -> None:
         """Take part in one update.
 
         Args:
             transaction: The attempt.
-            number: Its number.
             generator: Number of the generator's processes.
         """
         try:
@@ -219,17 +217,20 @@ class Publisher:
             if self._rank == 0 and newest is not None:
                 transaction.announce("version", newest[0])
             version = transaction.wait_for(lambda: transaction.read("version"), self._timeout, "the first rank")
-            newest = transaction.wait_for(lambda: self._at_least(version), self._timeout, f"version {version}")
+
+            def at_least() -> tuple[int, WeightCopy] | None:
+                newest = self._newest
+                return newest if newest is not None and newest[0] >= version else None
+
+            newest = transaction.wait_for(at_least, self._timeout, f"version {version}")
             if newest[0] != version:
                 raise TransactionAborted("a newer version has replaced it")
         except TransactionAborted as error:
-            _logger.info("update %d: %s", number, error)
+            _logger.info("update %d: %s", transaction.number, error)
             transaction.decide(ABORT)
             return
         update = Update(
             at=self._at,
-            publisher=self._number,
-            number=number,
             rank=self._rank,
             size=self._ranks + generator,
             budget=self._budget,
@@ -238,13 +239,8 @@ class Publisher:
         try:
             is_committed = update.run_(transaction, source=newest[1], target=None)
         except MismatchError as error:
-            _logger.warning("update %d: %s", number, error)
+            _logger.warning("update %d: %s", transaction.number, error)
             return
         with self._changed:
             self._commits[version] = self._commits.get(version, 0) + is_committed
             self._changed.notify_all()
-
-    def _at_least(self, version: int) -> tuple[int, WeightCopy] | None:
-        """Return the newest version, if it is not older than another one."""
-        newest = self._newest
-        return newest if newest is not None and newest[0] >= version else None

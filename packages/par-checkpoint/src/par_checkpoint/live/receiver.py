@@ -219,8 +219,6 @@ class Receiver:
         ranks, (rank, size) = int(self._store.get(f"{publisher}/ranks")), self._place
         update = Update(
             at=self._at,
-            publisher=publisher,
-            number=number,
             rank=ranks + rank,
             size=ranks + size,
             budget=self._budget,

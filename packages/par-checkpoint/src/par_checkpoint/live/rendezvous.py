@@ -68,6 +68,7 @@ class Transaction:
 
     def __init__(self, store: Any, publisher: int, number: int) -> None:
         self._exchange, self._publisher = store, publisher
+        self.publisher, self.number = publisher, number
         self.store = PrefixStore(f"{publisher}/{number}", store)
 
     def read(self, key: str) -> int | None:

@@ -91,8 +91,6 @@ class Update:
 
     Args:
         at: Where the processes meet.
-        publisher: Number of the publisher.
-        number: Number of the attempt.
         rank: Number of this process: the trainer's ranks come first.
         size: Number of all processes.
         budget: Bytes of the buffers for messages.
@@ -100,8 +98,6 @@ class Update:
     """
 
     at: Rendezvous
-    publisher: int
-    number: int
     rank: int
     size: int
     budget: int
@@ -120,7 +116,7 @@ class Update:
         """
         begun: list[MemorySource] = []
         # The client is not shared: gloo may block it while two processes connect.
-        store = Transaction(self.at.open(), self.publisher, self.number).store
+        store = Transaction(self.at.open(), transaction.publisher, transaction.number).store
         ranks = Ranks.in_store(store, "an update of weights", self.rank, self.size, self.timeout)
         try:
             transaction.gather(self.size, self.timeout)
@@ -130,7 +126,7 @@ class Update:
             # A process ends the move without an error only after all have compared the digests of complete copies. So
             # if another process has committed, this copy is complete, too.
             decision = transaction.decide(ABORT)
-            _logger.info("update %d ended with %s: %s", self.number, decision, error)
+            _logger.info("update %d ended with %s: %s", transaction.number, decision, error)
             is_mismatch = isinstance(error, ValueError | TypeError | CheckpointError)
             if is_mismatch and not isinstance(error, UnansweredError) and not (begun and begun[0].has_begun):
                 raise MismatchError(f"the trainer's weights do not fit the generator's: {error}") from None

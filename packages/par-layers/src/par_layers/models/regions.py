@@ -197,11 +197,11 @@ class FullSequenceBlock(Hook):
             # A block may return several activations, such as weights of a residual and the hidden states. Indices, such
             # as those of the tokens that sparse attention chose, are for attention, which sees the full sequence.
             first, *rest = output
-            return type(output)((first, *(self._scattered(x) if self._is_activation(x) else x for x in rest)))
+            tensors = [isinstance(x, Tensor) and x.is_floating_point() and self._is_by_token(x) for x in rest]
+            return type(output)(
+                (first, *(self._scattered(x) if cut else x for x, cut in zip(rest, tensors, strict=True)))
+            )
         return output
-
-    def _is_activation(self, x: Any) -> bool:
-        return isinstance(x, Tensor) and x.is_floating_point() and self._is_by_token(x)
 
     def _is_by_token(self, x: Tensor) -> bool:
         return x.dim() > 2 and x.shape[:2] == self.rows

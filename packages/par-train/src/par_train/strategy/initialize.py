@@ -90,7 +90,7 @@ def check_objects(
     for number, given in enumerate(given for given in objects if isinstance(given, DataLoader)):
         # A rank that receives its batches from another rank may have any dataset.
         digests = {rank: by_loader[number] for rank, (_, by_loader) in said.items() if by_loader[number]}
-        check_order(digests, given.batch_sampler or given.sampler)
+        check_order(digests, given.sampler if given.batch_sampler is None else given.batch_sampler)
     if strategy.deals_experts and models:
         _check_has_experts([*models, *(model for bundle in initialized for model in bundle.models)], models, strategy)
     if context is not None:

@@ -3,6 +3,7 @@
 import ast
 import dis
 import textwrap
+from collections.abc import Iterator, Sequence
 from inspect import CO_VARKEYWORDS, getargs, getsource, isfunction, signature, unwrap
 from types import CodeType
 
@@ -184,7 +185,8 @@ def check_outputs(model: nn.Module, args: object, output: object) -> None:
 def _computes_with_mask(kind: type[nn.Module]) -> bool:
     """Return whether a module's code computes with its attention_mask, beyond passing it on or comparing it to None.
 
-    Methods of the module that receive the mask count, too.
+    Methods of the module that receive the mask count, too, unless another branch dispatches the attention by name: that
+    one runs under a context.
     """
     waiting, seen = ["forward"], set[str]()
     while waiting:
@@ -194,6 +196,12 @@ def _computes_with_mask(kind: type[nn.Module]) -> bool:
             tree = ast.parse(textwrap.dedent(getsource(unwrap(getattr(kind, method)))))
         except (OSError, TypeError, SyntaxError):  # it was not read from a file
             continue
+        replaced = {
+            id(inside)
+            for branch in ast.walk(tree)
+            if isinstance(branch, ast.If) and any(map(_receives_mask, _walk(branch.orelse)))
+            for inside in _walk(branch.body)
+        }
         for node in ast.walk(tree):
             operands: list[ast.expr] = []
             if isinstance(node, (ast.Subscript, ast.Attribute)):
@@ -204,7 +212,8 @@ def _computes_with_mask(kind: type[nn.Module]) -> bool:
                 operands = [node.operand]
             if any(map(_is_mask, operands)):
                 return True
-            if (called := _own_method(node)) and isfunction(getattr(kind, called, None)) and called not in seen:
+            called = None if id(node) in replaced else _own_method(node)
+            if called is not None and isfunction(getattr(kind, called, None)) and called not in seen:
                 waiting.append(called)
     return False
 
@@ -213,10 +222,17 @@ def _is_mask(node: ast.expr) -> bool:
     return isinstance(node, ast.Name) and node.id == "attention_mask"
 
 
+def _walk(statements: Sequence[ast.stmt]) -> Iterator[ast.AST]:
+    return (node for statement in statements for node in ast.walk(statement))
+
+
+def _receives_mask(node: ast.AST) -> bool:
+    """Return whether a node is a call that is passed attention_mask."""
+    return isinstance(node, ast.Call) and any(map(_is_mask, (*node.args, *(each.value for each in node.keywords))))
+
+
 def _own_method(node: ast.AST) -> str | None:
     """Return the name of the method if a node is `self.method(..., attention_mask, ...)`."""
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or not _receives_mask(node):
         return None
-    is_own = isinstance(node.func.value, ast.Name) and node.func.value.id == "self"
-    given = (*node.args, *(keyword.value for keyword in node.keywords))
-    return node.func.attr if is_own and any(map(_is_mask, given)) else None
+    return node.func.attr if isinstance(node.func.value, ast.Name) and node.func.value.id == "self" else None

@@ -348,7 +348,8 @@ class _Surveyor:
                 known[size] = whole // ranks
         counts = {key: number for key, number in known.items() if isinstance(getattr(module, key, None), int)}
         # Some attentions read these numbers from the config in their forward, so they get a config with local numbers.
-        read = _names_in_code(type(module).forward) & {"num_attention_heads", "num_key_value_heads"}
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        read = {*getattr(code, "co_names", ())} & {"num_attention_heads", "num_key_value_heads"}
         through_config = {key: known[key] for key in read - set(counts) if key in known}
         return counts, through_config, True
 
@@ -471,9 +472,3 @@ def _first_count(module: object, config: object, *names: str) -> int | None:
             if isinstance(number := getattr(holder, name, None), int):
                 return number
     return None
-
-
-def _names_in_code(function: Any) -> set[str]:
-    """Return the names of attributes and globals in a function's code."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return set() if code is None else set(code.co_names)
