@@ -6,10 +6,11 @@ would cost measurable time in a step.
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from importlib import import_module
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -152,6 +153,14 @@ def item_of_dcp(name: str, box: Box, shape: Sequence[int], part: torch.Tensor) -
 def version_of(tensor: torch.Tensor) -> int:
     """Return how often a tensor was written in place, under any of its views. `_version` exists since torch 0.4."""
     return tensor._version
+
+
+_VERSION = attrgetter("_version")
+
+
+def versions_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the sum of the tensors' `version_of`, without a Python call for each."""
+    return sum(map(_VERSION, tensors))
 
 
 def has_compiled() -> bool:

@@ -11,7 +11,7 @@ from par_groups import GradientElsewhere, WatchedWeight, attributes
 
 from .._stage import ZeroStage
 from .._tiers import Home
-from .._torch_private import version_of
+from .._torch_private import versions_of
 from ..watch.freed import Freed, FreedParameter
 from .meter import GRADIENTS, UNITS, Meter
 from .plan import ChunkPlan
@@ -76,7 +76,8 @@ class Chunk:
         self.members, self.layout = plan.members, plan.layout
         self.groups, self.meter, self.home = groups, Meter(), Home()
         self._guards = False
-        self._versions: list[tuple[nn.Parameter, int]] = []
+        # Torch counts no writes to tensors that were made in inference mode.
+        self._writes = tuple(each.parameter for each in self.members if not each.parameter.is_inference()), 0
         low, high = self.updated
         if stage.shards_parameters:
             # The full buffer loses its memory below, so the shard needs memory of its own.
@@ -127,7 +128,7 @@ class Chunk:
         """Names of its first and its last parameter, for messages about its collectives."""
         return " to ".join(dict.fromkeys((self.name, self.members[-1].names[0])))
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         """Device that computes with the parameters. `own` and `elsewhere` may be on its host."""
         return self.flat.device
@@ -209,14 +210,14 @@ class Chunk:
     def show_whole(self) -> None:
         """Make the parameters views of `flat`, which must have memory."""
         # A freed parameter accepts only this rank's shard as its data, so its class changes first.
+        set_data = nn.Parameter.data.__set__  # type: ignore[attr-defined]  # that of the class would record a write
         for member, view in zip(self.members, self.views(self.flat), strict=True):
             parameter = member.parameter
             if type(parameter) is FreedParameter:
                 object.__setattr__(parameter, "__class__", WatchedWeight)
-            nn.Parameter.data.__set__(parameter, view)  # type: ignore[attr-defined]  # the setter would record a write
-        # Torch counts no writes to tensors that were made in inference mode.
-        parameters = (each.parameter for each in self.members if not each.parameter.is_inference())
-        self._versions = [(parameter, version_of(parameter)) for parameter in parameters]
+            set_data(parameter, view)
+        parameters, _ = self._writes
+        self._writes = parameters, versions_of(parameters)
 
     @property
     def may_be_written(self) -> bool:
@@ -224,10 +225,8 @@ class Chunk:
 
         Autograd counts in-place writes. It does not count writes to `data`, so an access to it counts as a write.
         """
-        return any(
-            version_of(parameter) != version or attributes.HAS_ALIAS.of(parameter)
-            for parameter, version in self._versions
-        )
+        (parameters, versions), alias = self._writes, attributes.HAS_ALIAS.name
+        return versions_of(parameters) != versions or any(alias in parameter.__dict__ for parameter in parameters)
 
     def show_share(self) -> None:
         """Make the parameters flat views of this rank's shard in `own`. Stage 3 only."""
@@ -238,9 +237,11 @@ class Chunk:
         for member, (start, stop) in zip(self.members, self.layout.slots, strict=True):
             # A parameter outside of this rank's shard becomes an empty view.
             first, parameter = min(max(start, low), high), member.parameter
-            if isinstance(parameter, FreedParameter | WatchedWeight):
+            kind = type(parameter)
+            if kind is FreedParameter or kind is WatchedWeight:
                 object.__setattr__(parameter, "__class__", nn.Parameter)
-                attributes.HAS_ALIAS.set(parameter, value=False)
+            if kind is WatchedWeight:
+                parameter.__dict__.pop(attributes.HAS_ALIAS.name, None)
             part = self.own[first - low : max(first, min(stop, high)) - low]
             parameter.data = part if nothing is None else nothing
             # A subclass of the user's may have operations of its own, so its class does not change.
