@@ -3,6 +3,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -38,3 +39,13 @@ def test_torch_notes_its_collectives_and_counts_those_of_a_group():
     used = "process_group collective_seq_id p2p_seq_id is_p2p profiling_name input_sizes input_dtypes retired state"
     assert set(f"{used} time_created_ns frames".split()) <= set(entry)
     assert {"filename", "line"} <= set(entry["frames"][0])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's compiler warns of torch
+@pytest.mark.ranks(1)  # whose process has the compiler imported
+def test_a_compiled_module_is_seen_either_way():
+    method = nn.Linear(2, 2)
+    assert not _torch_private.is_compiled(method)
+    method.compile(backend="eager")
+    assert _torch_private.is_compiled(method)
+    assert _torch_private.is_compiled(torch.compile(nn.Linear(2, 2), backend="eager"))

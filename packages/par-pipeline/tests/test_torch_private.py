@@ -67,16 +67,6 @@ def test_hooks_of_a_parameter_are_seen():
     assert [private.has_tensor_hooks(parameter) for parameter in (plain, before, after)] == [False, True, False]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's compiler warns of torch
-@pytest.mark.ranks(1)  # whose process has the compiler imported
-def test_a_compiled_module_is_seen_either_way():
-    method = nn.Linear(2, 2)
-    assert not private.is_compiled(method)
-    method.compile(backend="eager")
-    assert private.is_compiled(method)
-    assert private.is_compiled(torch.compile(nn.Linear(2, 2), backend="eager"))
-
-
 @pytest.mark.ranks(1)
 def test_communicators_are_made_of_the_world_s_store():
     store = dist.distributed_c10d.PrefixStore("test", private.default_store())

@@ -129,16 +129,6 @@ def test_a_mode_sees_operations_and_what_they_are():
     assert by_name["mm"][0].namespace == "aten"
 
 
-def test_compiled_modules_are_known():
-    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    other.compile(backend="eager")
-    assert [private.is_compiled(each) for each in (one, other, torch.compile(one, backend="eager"))] == [
-        False,
-        True,
-        True,
-    ]
-
-
 def test_leaves_of_arguments_are_found():
     assert private.tree_leaves(((1, [2]), {"x": 3})) == [1, 2, 3]
     assert private.tree_map(str, (1, {"x": 2})) == ("1", {"x": "2"})

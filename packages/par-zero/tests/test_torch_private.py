@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from par_groups import is_compiled
 from par_zero import _torch_private as private
 
 
@@ -59,14 +60,14 @@ def test_every_one_does_what_it_is_used_for():
     torch.compile(hook, backend="eager")
     assert private.has_compiled()
     module = nn.Linear(2, 2)
-    assert not private.is_compiled(module)
+    assert not is_compiled(module)
     found = []
     skipped = private.skip_frame(lambda *_: found.append(callable(private.compiles_frames())))
     module.register_forward_pre_hook(skipped)
-    assert private.is_compiled(torch.compile(module, backend="eager"))
+    assert is_compiled(torch.compile(module, backend="eager"))
     module(one[:2])
     module.compile(backend="eager")
-    assert private.is_compiled(module)
+    assert is_compiled(module)
     module(one[:2])
     assert found == [False, True]
     torch.compiler.reset()

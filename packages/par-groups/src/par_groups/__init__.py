@@ -25,7 +25,7 @@ from .topology.topology import Axes, Topology
 
 if TYPE_CHECKING:
     from ._bytes import bytes_of
-    from ._torch_private import is_called_by_state_dict_of_dcp
+    from ._torch_private import is_called_by_state_dict_of_dcp, is_compiled
     from .live.agreement import agree, check_alike, together
     from .live.among import group_among
     from .live.backends import Collective, accelerator_of, backend_of, check_collectives, sendable
@@ -143,6 +143,7 @@ __all__ = [
     "has_stepped",
     "intersect_rectangles",
     "is_called_by_state_dict_of_dcp",
+    "is_compiled",
     "is_library_path",
     "kept_tensors",
     "launch",
@@ -197,7 +198,7 @@ _MODULE_OF = {
         "live.process_groups": ("ProcessGroups",),
         "live.recorder": ("FlightRecorder",),
         "_bytes": ("bytes_of",),
-        "_torch_private": ("is_called_by_state_dict_of_dcp",),
+        "_torch_private": ("is_called_by_state_dict_of_dcp", "is_compiled"),
         "live.trace": (
             *("Communicator", "Operation", "call_sites", "is_library_path"),
             *("read_flight_trace", "shorten_path"),

@@ -174,3 +174,12 @@ def without_torch_functions() -> AbstractContextManager[None]:
     """
     manager: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
     return manager
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Return whether torch.compile wraps a module, or its call by the module's own `compile`.
+
+    `_orig_mod` and `_compiled_call_impl` exist since torch 2.2. No public function returns this: `torch.compiler` says
+    whether code is being compiled right now.
+    """
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None

@@ -64,7 +64,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """By name: the beginning of the names of its classes, and what its config says beside `TEXT`."""
 
-LATENT = {
+LATENT_ATTENTION = {
     "num_key_value_heads": 4,
     "q_lora_rank": 16,
     "kv_lora_rank": 8,
@@ -72,6 +72,9 @@ LATENT = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 8,
     "head_dim": 4,
+}
+LATENT = {
+    **LATENT_ATTENTION,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
@@ -171,13 +174,7 @@ MIXED: dict[str, tuple[str, dict[str, Any]]] = {
     "hy v4": (
         "HYV4",
         {
-            "num_key_value_heads": 4,
-            "q_lora_rank": 16,
-            "kv_lora_rank": 8,
-            "qk_nope_head_dim": 8,
-            "qk_rope_head_dim": 4,
-            "v_head_dim": 8,
-            "head_dim": 4,
+            **LATENT_ATTENTION,
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 16,

@@ -82,14 +82,6 @@ def has_tensor_hooks(parameter: nn.Parameter) -> bool:
     return bool(parameter._backward_hooks)
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Return whether a module is under torch.compile, called as a function or as its method.
-
-    In 2.11 already; `torch.compiler` only says whether code is being compiled right now.
-    """
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-
-
 def default_store() -> Any:
     """Return the store of the running world, in 2.11 already. torch.distributed has no public function for it."""
     return dist.distributed_c10d._get_default_store()

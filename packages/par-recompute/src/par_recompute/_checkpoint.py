@@ -4,10 +4,11 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from par_groups import is_compiled
+
 from ._layers import LayersOf, choose_layers
 from ._policies import Layers, Ops, Policy, checked
 from ._to_host import ToHost
-from ._torch_private import is_compiled
 from .observe.measure import ATTRIBUTE, on_fakes
 from .run.away import Away
 from .run.layer import Enter, Layer, Leave

@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,7 +33,6 @@ __all__ = [
     "identity_of",
     "in_checkpoint",
     "in_transform",
-    "is_compiled",
     "negated",
     "outer_hooks",
     "tree_leaves",
@@ -139,11 +138,3 @@ def flops_of(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outp
     if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
         return int(sdpa_flop_count(*(each.shape for each in args[:3])))
     return 0
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Return whether a module is under torch.compile, called as a function or as its method.
-
-    In 2.11 already; `torch.compiler` only says whether code is being compiled right now.
-    """
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None

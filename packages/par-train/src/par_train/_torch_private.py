@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from torch import nn
 from torch.utils import _pytree
 
 
@@ -13,11 +12,3 @@ def tree_leaves(value: Any) -> list[Any]:
     the outputs of transformers' models; torch.export's public registry has no function that reads them.
     """
     return _pytree.tree_leaves(value)
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Return whether torch.compile wraps a module or its call.
-
-    `_orig_mod` and `_compiled_call_impl` exist since torch 2.2. No public function returns this.
-    """
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None

@@ -20,7 +20,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ._torch_private import compiles_frames, is_compiled, is_in_torch_func, skip_frame, without_torch_functions
+from par_groups import is_compiled
+
+from ._torch_private import compiles_frames, is_in_torch_func, skip_frame, without_torch_functions
 from ._unit import Unit, UnitState
 from .layout.meter import Meter
 from .programs.agreement import PassEnd

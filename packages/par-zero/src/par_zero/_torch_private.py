@@ -191,14 +191,6 @@ def skip_frame(function: F) -> F:
     return skip(function)
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Return whether a module is under torch.compile, called as a function or as its method.
-
-    `_orig_mod` and `_compiled_call_impl` exist since torch 2.2. No public function returns this.
-    """
-    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
-
-
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return a module's dictionary of its own parameters, without its children's.
 

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from par_groups import WeightGradient, add_product
+from par_groups import WeightGradient, add_product, is_compiled
 
-from .._torch_private import has_tensor_hooks, is_compiled, is_heard, parameters_of
+from .._torch_private import has_tensor_hooks, is_heard, parameters_of
 from .deferred_layers import Product, deferring_forward, gradient_dtype_of, like_leaf
 from .gradient_sync import FullyShardedModule, is_synchronised
 

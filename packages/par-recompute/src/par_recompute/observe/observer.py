@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from par_groups import WatchedWeight
+from par_groups import WatchedWeight, is_compiled
 
 from .._torch_private import (
     FakeTensor,
@@ -18,7 +18,6 @@ from .._torch_private import (
     TorchDispatchMode,
     flops_of,
     identity_of,
-    is_compiled,
     outer_hooks,
     tree_leaves,
     version_of,

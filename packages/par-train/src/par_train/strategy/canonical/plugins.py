@@ -7,12 +7,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from par_groups import ProcessGroups, segments_of, sharding_of
+from par_groups import ProcessGroups, is_compiled, segments_of, sharding_of
 from par_layers import active_dropouts
 from par_pipeline import PipelineStages
 from par_precision import ExactSums
 
-from ..._torch_private import is_compiled
 from ..handlers import register_gradient_handler
 from ..plugin import Plugin
 from ..setup import Setup
