@@ -17,7 +17,7 @@ from ..state.quantised import is_float8
 from ..state.state import State
 from ..transfer.sessions import session_of
 from .rendezvous import ABORT, Rendezvous, Transaction, TransactionAborted
-from .version import MismatchError, Update, WeightCopy
+from .version import MismatchError, Update, WeightCopy, model_of
 
 _logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Publisher:
         budget: str | int = "256MB",
         timeout: float = 60.0,
     ) -> None:
-        self._at, self._state, self._dtype, self._timeout = at, state, dtype, timeout
+        self._at, self._state, self._dtype, self._timeout = at, model_of(state), dtype, timeout
         self._session = session_of(group)
         with self._session.calling("Publisher()", timeout) as session:
 
@@ -128,14 +128,7 @@ class Publisher:
                     raise CheckpointError(f"generators cannot be reached any longer: {self._error}") from self._error
                 if self._newest is not None and version <= self._newest[0]:
                     raise ValueError(f"version={version}: {self._newest[0]} is published; pass a larger number")
-                content = collect(
-                    State(
-                        model=self._state.model,
-                        layout=self._state.layout,
-                        names=self._state.names,
-                        convert=self._state.convert,
-                    )
-                )
+                content = collect(self._state)
                 found = WeightCopy.like(content, self._dtype)
                 found.copy_from_(content.entries)
                 return found

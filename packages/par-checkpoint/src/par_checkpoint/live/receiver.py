@@ -18,7 +18,7 @@ from ..state.collect import Content, collect
 from ..state.state import State
 from ..transfer.sessions import session_of
 from .rendezvous import ABORT, Rendezvous, Transaction, TransactionAborted
-from .version import Update, WeightCopy
+from .version import Update, WeightCopy, model_of
 
 _logger = logging.getLogger(__name__)
 
@@ -91,8 +91,7 @@ class Receiver:
         timeout: float = 60.0,
     ) -> None:
         self.version: int | None = None
-        self._at, self._timeout = at, timeout
-        self._state = State(model=state.model, layout=state.layout, names=state.names, convert=state.convert)
+        self._at, self._state, self._timeout = at, model_of(state), timeout
         self._session = session_of(group)
         with self._session.calling("Receiver()", timeout) as session:
 

@@ -23,6 +23,11 @@ from .source import MemorySource, MoveOptions
 _logger = logging.getLogger(__name__)
 
 
+def model_of(state: State) -> State:
+    """Return the model of a state alone: other members do not move."""
+    return State(model=state.model, layout=state.layout, names=state.names, convert=state.convert)
+
+
 @dataclass(frozen=True, kw_only=True)
 class WeightCopy:
     """A copy of this rank's part of the weights in host memory.
