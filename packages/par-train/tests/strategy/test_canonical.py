@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from par_groups import digest_of, on_grid
 from par_precision import ExactSums
 from par_precision.exact.squares import exact_squares, squares_of
-from par_testing import storm
+from par_testing import once
 from par_train import Strategy
 from par_train.strategy.canonical.environment import warn_of_other_bits
 from par_zero import MixedPrecision
@@ -107,7 +107,7 @@ def digest(parallel, stage, schedule=None, **more):
 
 
 def assert_equal(cells):
-    expected, norm = on_one_device()
+    expected, norm = once(on_one_device)
     for cell in cells:
         found = digest(*cell)
         assert found[0].differing(expected) == [], cell
@@ -134,7 +134,7 @@ def test_four_ranks_have_the_bits_of_one_device():
     assert_equal([({}, 3), ({"pipeline": 2}, 2, "zb_h1"), ({"pipeline": 4}, 0, "1f1b")])
 
 
-@storm
+@pytest.mark.storm
 @pytest.mark.ranks(4)
 def test_every_schedule_has_the_bits_of_one_device():
     assert_equal([({"pipeline": 2}, stage, name) for stage in (0, 1) for name in ("gpipe", "1f1b", "zb_h1", "zb_v")])
