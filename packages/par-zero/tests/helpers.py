@@ -36,18 +36,20 @@ def _check_program(record):
 def _check_prediction(record, found, peak):
     """That the peak that was predicted in `shard` is the counted one, or at most that if reductions have no bound.
 
-    It is checked until a step is another than the predicted one, a forward and a backward of all units in which all
-    gradients come in the order of registration. Memory then depends on what the loop does, as after evaluations,
-    `no_sync`, several forwards, `summon`, and unused or recomputed units, also in later passes, which follow what
-    earlier ones did. What a disk cannot take stays in memory, and a write may fail later on one rank. Within a budget
-    a policy decides which units stay, and with experts below stage 3 chunks wait until backward has left a section of
-    the model, which no program has.
+    It is checked until a step is another than the predicted one: the passes of the first step, forwards and backwards of
+    all units in which all gradients come in the order of registration, perhaps under `no_sync`. Memory then depends on
+    what the loop does, as after evaluations, `summon`, failures, and unused or recomputed units, also in later passes,
+    which follow what earlier ones did. What a disk cannot take stays in memory, and a write may fail later on one rank.
+    Within a budget a policy decides which units stay, and with experts below stage 3 chunks wait until backward has left
+    a section of the model, which no program has.
     """
     record.is_predicted &= all(map(all, record._reducer.usage._here))
     # A thread steps what is on the host of an accelerator, so its entries may be recorded in the next step.
     record.is_predicted &= all(p.tensor.device == chunk.own.device for chunk in record.chunks for p in chunk.slices)
     record.is_predicted &= record.disk_errors not in _FAILED
-    record.is_predicted &= any(_events(found) == _events(each) for each in record.predicted)
+    if record.is_predicted and record.predicted is None:
+        record.predicted = record.predict(_passes(found))
+    record.is_predicted = record.is_predicted and any(_events(found) == _events(each) for each in record.predicted)
     if not record.is_predicted:
         return
     operations = [entry.op for entry in found.entries]
@@ -64,6 +66,17 @@ def _check_prediction(record, found, peak):
         assert peak in [sum(each.peak().values()) for each in starts], f"{found}\ncounted {peak}"
 
 
+def _passes(program):
+    """Whether each pass of a step reduced gradients."""
+    passes, ops = [], set()
+    for entry in program.entries:
+        ops.add(entry.op)
+        if entry.op == "E":
+            passes += [] if "S" in ops else [bool(ops & {"scatter", "reduce"})]
+            ops = set()
+    return tuple(passes)
+
+
 def _events(program):
     """What the model and the loop do in a step."""
     gathers = [entry for entry in program.entries if entry.op == "gather"]
@@ -75,7 +88,7 @@ def _events(program):
 def _watch_predicted(engine, parameters, watch=Engine.watch):
     watch(engine, parameters)
     record = engine._program
-    record.chunks, record.predicted = engine._chunks, record.predict()
+    record.chunks, record.predicted = engine._chunks, None
     record.disk_errors = engine._hooks.disk_tier and engine._hooks.disk_tier.errors
     record.is_predicted = engine._steps is None and engine._sections is None
 

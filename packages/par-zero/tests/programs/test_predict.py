@@ -1,5 +1,7 @@
 """The program that is predicted for a module that has not run: its bytes are those of the closed forms."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,12 +13,13 @@ from par_testing import for_each
 from par_zero import MixedPrecision, Offload, Overlap, ShardOptions, memory, predict_program, program, shard
 from par_zero._budget import PeakMemory
 from par_zero._param_groups import param_groups
+from par_zero._shard import _engine_of
 from par_zero._stage import STAGES
 from par_zero.layout.sizes import plan_module
 from par_zero.offload.plan import updated_slices
 from par_zero.programs.planned import PlannedRanks, register_units
 
-from ..helpers import adamw, batch, mlp, policies, train
+from ..helpers import adamw, batch, deferred, mlp, policies, train
 
 DTYPES = (
     MixedPrecision(),
@@ -119,15 +122,18 @@ def test_predict_program_without_a_bound_counts_two_reductions():
         predict_program(module, stage=3, ranks=2, options=ShardOptions(units=[nn.Linear(1, 1)]))
 
 
-@for_each(stage=range(4), inflight=(1, 2), dtype=(None, torch.bfloat16))
+@for_each(stage=range(4), passes=((True,), (False, True), (True, True)))
 @pytest.mark.ranks(2)
-def test_steps_of_a_loop_are_the_programs_that_shard_predicted(stage, inflight, dtype):
+def test_steps_of_a_loop_are_the_predicted_programs(stage, passes):
     """Entry by entry, so the checks of helpers.py are not skipped for all loops."""
-    module = mlp(depth=4)
-    optimizer = adamw(module.parameters())
-    precision = {} if dtype is None else {"param_dtype": dtype}
-    shard(module, optimizer, stage=stage, group=dist.group.WORLD, **policies(bucket=1, inflight=inflight, **precision))
-    predicted = program(module)
-    for step in range(3):
-        train(module, optimizer, [[batch(step, width=8).to(dtype)]])
-    assert program(module) == predicted
+    for inflight, dtype in itertools.product((1, 2), (None, torch.bfloat16)):
+        module = mlp(depth=4)
+        optimizer = adamw(module.parameters())
+        options = policies(bucket=1, inflight=inflight, param_dtype=dtype)
+        shard(module, optimizer, stage=stage, group=dist.group.WORLD, **options)
+        predicted = _engine_of(module)._program.predict(passes)[-1]
+        assert passes != (True,) or predicted == program(module)
+        for step in range(3):
+            data = [batch(step, width=8, micro=micro).to(dtype) for micro in range(len(passes))]
+            train(module, optimizer, [data], deferred=None if all(passes) else deferred(module))
+        assert program(module) == predicted

@@ -28,12 +28,14 @@ def predict_program(
     options: ShardOptions | None = None,
     expert_groups: Sequence[tuple[Sequence[nn.Parameter], int]] = (),
     gloo: bool = False,
+    microbatches: int = 1,
+    no_sync: bool = False,
     accumulates: bool = False,
 ) -> ZeroProgram:
     """Return the program of a step of a module that is not sharded yet, without changing it or communicating.
 
-    Its `peak` is the memory of units, gradients and buffers at the peak of a step of one forward and one backward. For
-    a sharded module that has not run yet, `program` returns it.
+    Its `peak` is the memory of units, gradients and buffers at the peak of a step. For a sharded module that has not
+    run yet, `program` returns the program of a step of one forward and one backward.
 
     Args:
         module: Module, which may be on the meta device.
@@ -44,6 +46,8 @@ def predict_program(
         expert_groups: Parameters and number of ranks of each of the `expert_groups` of `shard`.
         gloo: Whether ranks reduce over gloo, which receives into a buffer as large as the gradients of a chunk.
             Default: False.
+        microbatches: Number of forward and backward passes in a step. Default: 1.
+        no_sync: Whether all passes but the last are under `no_sync`, which then keeps units. Default: False.
         accumulates: Whether the gradients of a step are still there in the next one. Default: False.
     """
     options = options or ShardOptions()
@@ -55,7 +59,8 @@ def predict_program(
     model = register_model(
         plans, units, STAGES[stage], options, [PlannedRanks(count=count, receives=gloo) for count in counts]
     )
-    return predict_steps(replace(model, inflight=model.inflight or 2), accumulates=accumulates)[-1]
+    passes = [*[not no_sync] * (microbatches - 1), True]
+    return predict_steps(replace(model, inflight=model.inflight or 2), passes=passes, accumulates=accumulates)[-1]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ The trace is the registration order of the units: forward goes down, and backwar
 compiled like the trace of a pass that has run. The ledger then gives the bytes of each step before the first one.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from .compiler import ROOT, compile_pass, over_at, place_reductions
@@ -53,10 +53,12 @@ class RegisteredModel:
         return [name for name, chunk in self.sizes.chunks.items() if chunk.gradient]
 
 
-def predict_steps(model: RegisteredModel, *, accumulates: bool = False) -> list[ZeroProgram]:
+def predict_steps(
+    model: RegisteredModel, *, passes: Sequence[bool] = (True,), accumulates: bool = False
+) -> list[ZeroProgram]:
     """Return the programs of the first steps, until a step starts with the same memory as an earlier one.
 
-    Each step has one forward and one backward, in which every trained parameter gets its gradient. The last program is
+    Each pass is one forward and one backward, in which every trained parameter gets its gradient. The last program is
     that of all later steps.
 
     Without a bound of the reductions in flight, no program says when a reduction ends: its memory counts until backward
@@ -64,24 +66,50 @@ def predict_steps(model: RegisteredModel, *, accumulates: bool = False) -> list[
 
     Args:
         model: Module, with its optimizers.
-        accumulates: Whether the gradients of a step are still there in the next one, as in a step of several passes.
-            Default: False, they are dropped between steps.
+        passes: For each pass of a step, whether it reduces gradients. Passes under `no_sync` do not, and keep units
+            gathered. Default: one pass, which reduces them.
+        accumulates: Whether the gradients of a step are still there in the next one. Default: False, they are dropped
+            between steps.
     """
-    trace = _trace_of(model.units) if model.units else []
-    outer = [unit.outer for unit in model.units]
     step = [entry for number, chunks in enumerate(model.optimizers) for entry in _step(model, number, chunks)]
-    programs = [_without_program(trace, outer), compile_pass(trace, outer, frozenset())]
-    numbers = {name: number for number, name in enumerate(model.trained)}
-    chunks = [[numbers[name] for name in numbers if model.sizes.chunks[name].unit == unit.name] for unit in model.units]
-    programs[1] = place_reductions(programs[1], outer, chunks)
-    first, later = ([*_entries(model, program), *step] for program in programs)
-    found = [replace(model.sizes, entries=tuple(first))]
-    start = _held_after(model, found[0])
-    while start not in [program.start for program in found[1:]]:
-        drops = [ProgramEntry("drop", name) for name in model.trained if name in start.casts and not accumulates]
-        found.append(replace(model.sizes, entries=(*drops, *later), start=start))
+    learned, start = set[bool](), HeldMemory()
+    found: list[ZeroProgram] = []
+    while not found or start not in [program.start for program in found[1:]]:
+        kept = start if accumulates else replace(start, gradients=frozenset(), casts=frozenset())
+        entries = [ProgramEntry("drop", name) for name in model.trained if name in start.casts - kept.casts]
+        whole, summed, cast = frozenset[int](), set(kept.gradients), set(kept.casts)
+        for reduces in passes:
+            program = _program_of(model, whole, keeps=not reduces, is_learned=reduces in learned)
+            # A pass follows the program of an earlier pass of its kind.
+            learned.add(reduces)
+            entries += _entries(model, program, whole, reduces=reduces, summed=summed, cast=cast)
+            whole = frozenset[int]()
+            if reduces:
+                summed.update(model.trained)
+                cast.update(model.trained)
+            else:
+                whole = frozenset(number for number, unit in enumerate(model.units) if unit.modules)
+        found.append(replace(model.sizes, entries=(*entries, *step), start=start))
         start = _held_after(model, found[-1])
     return found
+
+
+def _program_of(model: RegisteredModel, start: frozenset[int], *, keeps: bool, is_learned: bool) -> PassProgram:
+    """Return the program of one pass.
+
+    Args:
+        model: Module.
+        start: Numbers of the units that are gathered when the pass begins.
+        keeps: Whether units stay gathered, as under `no_sync`.
+        is_learned: Whether the ranks have recorded such a pass before, whose program this pass follows.
+    """
+    trace = [event._replace(keeps=keeps) for event in _trace_of(model.units)] if model.units else []
+    outer = [unit.outer for unit in model.units]
+    if not is_learned:
+        return _without_program(trace, outer, start)
+    numbers = {name: number for number, name in enumerate(model.trained)}
+    chunks = [[numbers[name] for name in numbers if model.sizes.chunks[name].unit == unit.name] for unit in model.units]
+    return place_reductions(compile_pass(trace, outer, start), outer, chunks)
 
 
 def _trace_of(units: Sequence[RegisteredUnit]) -> list[PassEvent]:
@@ -101,13 +129,16 @@ def _trace_of(units: Sequence[RegisteredUnit]) -> list[PassEvent]:
     return forward + [PassEvent(BACKWARD, number) for number in backward(ROOT) for _ in range(units[number].modules)]
 
 
-def _without_program(trace: Sequence[PassEvent], outer: Sequence[frozenset[int]]) -> PassProgram:
+def _without_program(
+    trace: Sequence[PassEvent], outer: Sequence[frozenset[int]], start: frozenset[int]
+) -> PassProgram:
     """Return what a pass does that follows no program: a unit is gathered only when it begins."""
-    whole, begun = set[int](), list[int]()
+    whole, begun = set(start), list[int]()
     segments = []
     for event in trace:
         in_use = {ROOT, event.unit, *outer[event.unit]}
-        freed = [unit for unit in over_at(event, sorted(whole), begun, set()) if unit not in in_use]
+        over = () if event.keeps else over_at(event, sorted(whole), begun, set(start))
+        freed = [unit for unit in over if unit not in in_use]
         gathered = {event.unit} - whole
         whole = (whole - set(freed)) | gathered
         if event.op == BACKWARD and event.unit not in begun:
@@ -123,10 +154,12 @@ class ReductionQueue:
     Args:
         model: Module.
         order: Names of all trained chunks, in the order of their reductions.
+        summed: Names of the chunks that have sums of earlier passes, to which this pass adds its own.
     """
 
-    def __init__(self, model: RegisteredModel, order: Sequence[str]) -> None:
+    def __init__(self, model: RegisteredModel, order: Sequence[str], summed: Container[str] = ()) -> None:
         self._chunks, self._inflight, self._order = model.sizes.chunks, model.inflight, list(order)
+        self._summed = summed
         self._due, self._taken, self._under_way = set[str](), set[str](), list[str]()
 
     def take(self, name: str) -> Iterator[ProgramEntry]:
@@ -144,8 +177,15 @@ class ReductionQueue:
             if name not in self._taken:
                 yield from self.take(name)
             yield from self._make_room()
-            yield ProgramEntry("reduce" if self._chunks[name].is_pair else "scatter", name)
+            in_place = self._chunks[name].is_pair and name not in self._summed
+            yield ProgramEntry("reduce" if in_place else "scatter", name)
             self._under_way.append(self._order.pop(0))
+
+    def take_rest(self) -> Iterator[ProgramEntry]:
+        """Take the gradients of all other chunks, which stay until a later pass reduces them."""
+        for name in self._order:
+            if name not in self._taken:
+                yield from self.take(name)
 
     def finish(self) -> Iterator[ProgramEntry]:
         """Wait for all reductions."""
@@ -163,28 +203,40 @@ class ReductionQueue:
             yield ProgramEntry("send", name)
 
 
-def _entries(model: RegisteredModel, program: PassProgram) -> Iterator[ProgramEntry]:
+def _entries(
+    model: RegisteredModel,
+    program: PassProgram,
+    start: Container[int],
+    *,
+    reduces: bool,
+    summed: Container[str],
+    cast: Container[str],
+) -> Iterator[ProgramEntry]:
     """Yield the entries of a pass.
 
     Args:
         model: Module.
         program: Gathers, frees and reductions at stage 3; without events below stage 3. Without reductions, the ranks
             compare before each gather which chunks have all gradients, and reduce these.
+        start: Numbers of the units that are gathered when the pass begins.
+        reduces: Whether the pass reduces gradients. If not, units stay gathered.
+        summed: Names of the chunks that have sums of earlier passes.
+        cast: Names of the chunks that have gradients in the optimizer's dtype.
     """
     names, chunks, trained = [unit.name for unit in model.units], model.sizes.chunks, model.trained
     order, early = _order_of(model, program)
-    queue, compares = ReductionQueue(model, order), not any(program.reductions)
+    queue, compares = ReductionQueue(model, order, summed), not any(program.reductions)
     left = {unit.name: unit.modules for unit in model.units}  # modules whose backward has not begun
-    whole, complete = list[str](), list[str]()
+    whole, complete = {name for number, name in enumerate(names) if number in start}, list[str]()
     for place, segment in enumerate((*program.segments, None)):
         for action in () if segment is None else segment.actions:
             if action.op == "reduce":
-                yield from queue.begin([trained[action.of]])
+                yield from queue.begin([trained[action.of]] if reduces else ())
                 continue
-            if action.op == "gather" and compares:
+            if action.op == "gather" and compares and reduces:
                 yield from queue.begin(complete)
             yield ProgramEntry(action.op, names[action.of])
-            (whole.remove if action.op == "free" else whole.append)(names[action.of])
+            (whole.remove if action.op == "free" else whole.add)(names[action.of])
         if segment is not None:
             yield ProgramEntry(segment.event.op, names[segment.event.unit])
             left[names[segment.event.unit]] -= segment.event.op == BACKWARD
@@ -195,13 +247,17 @@ def _entries(model: RegisteredModel, program: PassProgram) -> Iterator[ProgramEn
             # With a bound, only the program may wait for the reduction whose buffer the chunk uses.
             if not names or model.inflight is None:
                 yield from queue.take(name)
-            if name in early[place]:
+            if reduces and name in early[place]:
                 yield from queue.begin([name])
-    yield from queue.begin(trained)
-    yield from queue.finish()
+    if reduces:
+        yield from queue.begin(trained)
+        yield from queue.finish()
+    else:
+        yield from queue.take_rest()
     yield ProgramEntry("release")
-    yield from (ProgramEntry("cast", name) for name in trained if chunks[name].cast)
-    yield from (ProgramEntry("free", name) for name in names if name in whole)
+    if reduces:
+        yield from (ProgramEntry("cast", name) for name in trained if chunks[name].cast and name not in cast)
+        yield from (ProgramEntry("free", name) for name in names if name in whole)
     yield ProgramEntry("E")
 
 

@@ -61,6 +61,6 @@ class StepRecord:
         entries = tuple(ProgramEntry(*each) for each in self._meter.done)
         return replace(self._model.sizes, entries=entries, start=self._start)
 
-    def predict(self) -> list[ZeroProgram]:
+    def predict(self, passes: Sequence[bool] = (True,)) -> list[ZeroProgram]:
         """Return the programs of the first steps of a module that has not run: see `predict_steps`."""
-        return predict_steps(self._model)
+        return predict_steps(self._model, passes=passes)
