@@ -137,3 +137,21 @@ def test_steps_of_a_loop_are_the_predicted_programs(stage, passes):
             data = [batch(step, width=8, micro=micro).to(dtype) for micro in range(len(passes))]
             train(module, optimizer, [data], deferred=None if all(passes) else deferred(module))
         assert program(module) == predicted
+
+
+@for_each(
+    offload=({"optimizer": {"host": 0.3, "disk": 0.4}}, {"optimizer": 1, "parameters": "disk", "gradients": "disk"})
+)
+@pytest.mark.ranks(2)
+def test_steps_with_offload_are_the_predicted_programs(offload, tmp_path):
+    for stage in range(4) if len(offload) == 1 else (3,):
+        module = mlp(depth=4)
+        optimizer = adamw(module.parameters())
+        options = policies(bucket=1, inflight=2, param_dtype=torch.bfloat16)
+        tiers = Offload(**offload, path=tmp_path, piece=256)
+        shard(module, optimizer, stage=stage, group=dist.group.WORLD, offload=tiers, **options)
+        predicted = program(module)
+        for step in range(3):
+            train(module, optimizer, [[batch(step, width=8).bfloat16()]])
+        assert program(module) == predicted
+        assert any(entry.op == "evict" for entry in predicted.entries)

@@ -132,11 +132,13 @@ def register_model(
         is_on_cpu: Whether the module computes on a CPU, whose memory is the host's. Default: True.
     """
     tiers = tiers or [ChunkTiers(home=Home(), pieces=None, blocks=())] * len(plans)
-    chunks, stepped = dict[str, ChunkBytes](), list[int]()
+    chunks = dict[str, ChunkBytes]()
+    optimizers: list[dict[str, list[str]]] = [{} for _ in range(max(plan.owner for plan in plans) + 1)]
     for plan, each in zip(plans, tiers, strict=True):
         pieces = each.pieces or ()
-        # The pieces of a chunk have no names before an optimizer has them.
-        stepped.append(-1 if any(part.in_pieces for part in pieces) else plan.owner)
+        if plan.owner >= 0:
+            names = [f"{plan.name}+{part.start}" for part in pieces if part.in_pieces]
+            optimizers[plan.owner][plan.name] = names
         unit = units[plan.place.unit].name if units else None
         found = _chunk_bytes(plan, unit, stage, ranks[plan.share], each.home)
         # Gradients of pieces continue on the host of an accelerator, and are cast there.
@@ -159,10 +161,7 @@ def register_model(
             is_late=is_late,
         ),
         units=units,
-        optimizers=[
-            [plan.name for plan, each in zip(plans, stepped, strict=True) if each == owner]
-            for owner in range(max(plan.owner for plan in plans) + 1)
-        ],
+        optimizers=optimizers,
         inflight=options.overlap.inflight,
         gathers_after_step=stage.shards_state and not stage.shards_parameters,
     )

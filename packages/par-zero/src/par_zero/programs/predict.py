@@ -4,7 +4,7 @@ The trace is the registration order of the units: forward goes down, and backwar
 compiled like the trace of a pass that has run. The ledger then gives the bytes of each step before the first one.
 """
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .compiler import ROOT, compile_pass, over_at, place_reductions
@@ -34,7 +34,8 @@ class RegisteredModel:
     Args:
         sizes: Program without entries, whose chunks are in the order of their reductions.
         units: Units at stage 3, by number; empty below stage 3.
-        optimizers: Names of the chunks that each optimizer updates. A chunk in pieces has no name here.
+        optimizers: For each optimizer the names of its chunks, each with the names of its pieces. A chunk without
+            pieces is updated as one.
         inflight: Largest number of chunks whose reductions are in flight. None: any number.
         gathers_after_step: Whether a step gathers the updated parameters, as at stages 1 and 2.
         waits: Whether chunks are reduced only when backward ends, below stage 3. Default: False.
@@ -42,7 +43,7 @@ class RegisteredModel:
 
     sizes: ZeroProgram
     units: Sequence[RegisteredUnit]
-    optimizers: Sequence[Sequence[str]]
+    optimizers: Sequence[Mapping[str, Sequence[str]]]
     inflight: int | None
     gathers_after_step: bool
     waits: bool = False
@@ -129,9 +130,7 @@ def _trace_of(units: Sequence[RegisteredUnit]) -> list[PassEvent]:
     return forward + [PassEvent(BACKWARD, number) for number in backward(ROOT) for _ in range(units[number].modules)]
 
 
-def _without_program(
-    trace: Sequence[PassEvent], outer: Sequence[frozenset[int]], start: frozenset[int]
-) -> PassProgram:
+def _without_program(trace: Sequence[PassEvent], outer: Sequence[frozenset[int]], start: frozenset[int]) -> PassProgram:
     """Return what a pass does that follows no program: a unit is gathered only when it begins."""
     whole, begun = set(start), list[int]()
     segments = []
@@ -275,12 +274,16 @@ def _order_of(model: RegisteredModel, program: PassProgram) -> tuple[list[str], 
     return [*first, *rest], [*placed[1:], *[set(trained if first else ())] * 2]
 
 
-def _step(model: RegisteredModel, number: int, chunks: Sequence[str]) -> Iterator[ProgramEntry]:
+def _step(model: RegisteredModel, number: int, chunks: Mapping[str, Sequence[str]]) -> Iterator[ProgramEntry]:
     """Yield the entries of an optimizer's step."""
     yield ProgramEntry("S", str(number))
-    yield from (ProgramEntry("step", name) for name in chunks)
+    pieces = [piece for names in chunks.values() for piece in names]
+    # A thread updates the pieces in the order in which the next forward waits for them.
+    for piece in reversed(pieces) if model.sizes.is_late else pieces:
+        yield from (ProgramEntry(op, piece) for op in ("fetch", "step", "evict"))
+    yield from (ProgramEntry("step", name) for name, names in chunks.items() if not names)
     # Forward reads the chunks in the opposite order of their gradients.
-    yield from (ProgramEntry("gather", name) for name in reversed(chunks) if model.gathers_after_step)
+    yield from (ProgramEntry("gather", name) for name in reversed(list(chunks)) if model.gathers_after_step)
     yield ProgramEntry("E")
 
 
