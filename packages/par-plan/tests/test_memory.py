@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from par_groups import Topology
 from par_plan.costs.memory import (
     MemoryUse,
     ZeroSharding,
@@ -16,10 +17,11 @@ from par_plan.costs.memory import (
     with_offload,
     zero_sharding,
 )
+from par_plan.costs.traffic import data_traffic
 from par_plan.inputs import NUMBER_WIDTHS, TrainingJob
-from par_plan.live import model_sizes, sharding_of_sizes
+from par_plan.live import model_sizes, plan_models
 from par_plan.shape import ModelSlice, ParameterCount, Shape, TensorSplit, count
-from par_zero import MixedPrecision, Overlap, ShardOptions, predict_program
+from par_zero import MixedPrecision, Overlap, ShardOptions
 
 
 def replicas(zero, ranks, elements=1000, **changes):
@@ -59,9 +61,9 @@ def test_fp32_gradients_take_room_when_activations_are_gone():
     vocabulary=st.sampled_from((256, 4096)),
 )
 def test_closed_forms_of_a_step_equal_the_ledger(stage, ranks, precision, bucket, depth, vocabulary):
-    """Gradients, buffers and units at the peak: of a built model, and of its sizes alone as in a search.
+    """Gradients, buffers and units at the peak: of a built model, and of its sizes only as in a search.
 
-    A search counts two of the largest units and chunks for any model, where the ledger counts those that meet.
+    A search counts two of the largest chunks for any model, where the ledger counts those that meet.
     """
     width = 256
     with torch.device("meta"):
@@ -73,17 +75,14 @@ def test_closed_forms_of_a_step_equal_the_ledger(stage, ranks, precision, bucket
     optimizer, numbers = torch.optim.AdamW(model.parameters()), NUMBER_WIDTHS[precision]
     dtypes = MixedPrecision() if precision == "fp32" else MixedPrecision(param_dtype=torch.bfloat16)
     options = ShardOptions(units=list(model[1]), overlap=Overlap(bucket=bucket, inflight=2), precision=dtypes)
-    peak = predict_program(model, optimizer, stage=stage, ranks=ranks, options=options, gloo=True).peak()
-    ledger = sum(peak.values())
+    sizes = model_sizes(model, optimizer, stage=stage, ranks=ranks, options=options, gloo=True)
+    program = sizes.step.program
+    ledger = sum(program.peak().values())
 
-    def of_step(replicas):
-        memory = state_memory(replicas, numbers)
+    def of_step(memory):
         return memory.total - memory.parameters - memory.optimizer
 
-    sizes = model_sizes(model, optimizer, stage=stage, ranks=ranks, options=options)
-    job = TrainingJob(batch=1, zero=stage, precision=precision)
-    built = of_step(sharding_of_sizes(sizes, sizes.parameters, ranks=ranks, job=job, gloo=True))
-    assert 0.999 * ledger <= built <= 1.3 * ledger
+    assert of_step(sizes.memory_of(program)) == ledger
     if bucket > 1 and stage < 3:
         ends = (vocabulary + 2) * width
         searched = ParameterCount(
@@ -95,8 +94,14 @@ def test_closed_forms_of_a_step_equal_the_ledger(stage, ranks, precision, bucket
             largest=max(4 * width**2, vocabulary * width),
             tensors=2 * depth + 3,
         )
-        form = of_step(zero_sharding(searched, numbers, zero=stage, ranks=ranks, gloo=True))
+        form = of_step(state_memory(zero_sharding(searched, numbers, zero=stage, ranks=ranks, gloo=True), numbers))
         assert 0.999 * ledger <= form <= 1.5 * ledger
+        of_search = data_traffic(zero_sharding(searched, numbers, zero=stage, ranks=ranks, gloo=True), numbers)
+        topology = Topology.from_config({}, ranks)
+        moved = plan_models([sizes], topology, TrainingJob(batch=1, zero=stage), None).transfers
+        assert {each.what: each.bytes for each in moved} == {
+            each.what: pytest.approx(each.bytes, rel=1e-3) for each in of_search
+        }
 
 
 def test_of_experts_and_all_else_those_lend_buffers_whose_sums_receive_into_them():

@@ -3,12 +3,15 @@
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
 from par_groups import Topology
 from par_plan.inputs import Machine, TrainingJob
-from par_plan.live import ModelSizes, plan_models
+from par_plan.live import model_sizes, plan_models
 from par_plan.prediction import MARGIN, predict
 from par_plan.shape import ModelSlice, Shape
+from par_zero import MixedPrecision, Overlap, ShardOptions
 
 SHAPE = Shape(layers=16, width=1024, heads=16, context=512)
 JOB = TrainingJob(batch=64, precision="bf16")
@@ -94,22 +97,29 @@ def test_float8_takes_less_for_the_inputs_of_products():
     assert activations == sorted(activations, reverse=True)
 
 
-def test_parameters_alone():
-    job, sizes = (
-        TrainingJob(batch=1, zero=3, precision="bf16"),
-        ModelSizes(trained=(100_000,) * 10, units=(100_000,) * 10),
-    )
-    plan = plan_models([sizes], topology(8), job, None, gloo=False)
-    assert plan.memory[0].state == 16 * 1_000_000 / 8
-    # Two units that are whole; of chunks two that are reduced, and what is received of them. The optimizer's fp32
-    # gradients are made while these are there, and are more than the chunk that arrives in backward.
-    assert plan.memory[0].total == plan.memory[0].state + 2 * 100_000 * (2 + 2 + 2 / 8) + 4 * 1_000_000 / 8
-    assert {move.what: move.bytes for move in plan.transfers} == {
-        "gradients": 2 * 1_000_000 * 7 / 8,
-        "parameters": 2 * 2 * 1_000_000 * 7 / 8,
+def test_plan_of_a_built_model_equals_the_formulas():
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(256, 400, bias=False) for _ in range(10)))
+    optimizer, job = torch.optim.AdamW(model.parameters()), TrainingJob(batch=1, zero=3, precision="bf16")
+    options = ShardOptions(overlap=Overlap(bucket=1, inflight=2), precision=MixedPrecision(param_dtype=torch.bfloat16))
+    (memory,), transfers = planned(model, optimizer, options, 8, job)
+    chunk = 256 * 400
+    assert memory.state == 16 * 10 * chunk / 8 + 4 * 10  # with counts of steps, one for each tensor
+    # When the optimizer's fp32 gradients are made, two buffers of chunks and the first unit are still there.
+    assert memory.total == memory.state + 4 * 10 * chunk / 8 + 3 * chunk * 2
+    assert {move.what: move.bytes for move in transfers} == {
+        "gradients": 2 * 10 * chunk * 7 / 8,
+        "parameters": 2 * (10 + 8) * chunk * 7 / 8,  # the last two units of forward stay for backward
         "flags": 2 * 6 * 4 * 7 / 8,
     }
-    assert plan_models([ModelSizes(trained=(10,), units=(10,))], topology(1), job, None, gloo=False).transfers == ()
+    assert planned(model, optimizer, options, 1, job)[1] == ()
+
+
+def planned(model, optimizer, options, ranks, job):
+    plan = plan_models(
+        [model_sizes(model, optimizer, stage=3, ranks=ranks, options=options)], topology(ranks), job, None
+    )
+    return plan.memory, plan.transfers
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from par_groups import Channels, ProcessGroups, Topology, check_owned, part_of, sharding_of, written_
 from par_testing import StrictError, for_each
-from par_zero import Overlap, ShardOptions, chunk_sizes, no_sync, residency, shard, summon
+from par_zero import Overlap, ShardOptions, no_sync, predict_step, residency, shard, summon
 
 from .helpers import (
     STAGES,
@@ -135,8 +135,8 @@ def test_bytes_of_whole_parameters_are_those_of_two_neighbours_and_the_root(dept
     """At the fullest moment, while one unit takes the place of another too; in later steps the next one comes early."""
     module = Towers(depth, again)
     optimizer = adamw(module.parameters())
-    chunks = chunk_sizes(module, optimizer, stage=3, ranks=2, options=ShardOptions(overlap=Overlap(bucket=1)))
-    root, *units = [4 * chunk.elements for chunk in sorted(chunks, key=lambda chunk: chunk.unit)]
+    predicted = predict_step(module, optimizer, stage=3, ranks=2, options=ShardOptions(overlap=Overlap(bucket=1)))
+    root, *units = predicted.program.units.values()
     shard(module, optimizer, stage=3, group=dist.group.WORLD, overlap={"bucket": 1})
     neighbours = max(sum(pair) for pair in zip(units, [*units[1:], 0], strict=True))
     for step in range(4):

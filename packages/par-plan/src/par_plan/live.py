@@ -1,79 +1,66 @@
-"""Plans of models that a program has built already, without communication."""
+"""Plans of models that a program has built already, without communication. par-zero predicts their bytes."""
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from torch import nn
 from torch.optim import Optimizer
 
 from par_groups import Topology, format_bytes
 from par_pipeline import Schedule, simulate
-from par_zero import ChunkSize, ShardOptions, buffer_elements, chunk_sizes
+from par_zero import ChunkBytes, PredictedStep, ShardOptions, ZeroProgram, predict_step
 
-from .budget.plan import Budget, BudgetPlan, place_within
-from .costs.memory import MemoryUse, ZeroSharding, added, sources_of, state_memory
-from .costs.traffic import AxisTraffic, data_traffic, over
+from .budget.plan import PREFETCHED, Budget, BudgetPlan, place_within
+from .budget.tiers import Offloadable
+from .costs.memory import MemoryUse, optimizer_offloaded
+from .costs.traffic import AxisTraffic, flags_traffic, over
 from .experts.spread import expert_placement
 from .inputs import Machine, TrainingJob
 from .models.protocol import PlannedModel
 from .prediction import predict
-from .shape import averaged_ranks
+
+_BACKWARD = ("gather", "F", "B", "C", "zero", "scatter", "reduce", "sum")
+"""Entries of a program while activations exist."""
+
+_AFTER_BACKWARD = ("release", "cast")
+"""Entries with most bytes when activations are free."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """Elements of a model on one rank before data ranks shard it, with the padding of its chunks.
+    """Memory of a model on one rank, as its data ranks will shard it.
 
     Args:
-        trained: Elements of each chunk that is reduced as one.
-        frozen: Elements that are not trained.
-        root: Elements that stay gathered from the beginning of forward to the end of backward, at stage 3.
-        units: Elements of each other unit, at stage 3.
-        inflight: Maximum number of chunks whose reduction is in flight.
-        kept: Number of buffers of chunks that stay between backward passes.
-        waiting: Number of chunks that may wait for a later chunk of their unit at stage 3, before ranks have agreed on
-            an order in the first steps.
-        tensors: Param group of each tensor that the optimizer will have, by number.
-        beside: Size of the tensors in no chunk, such as buffers of the model, in bytes.
-        experts: Sizes of the experts, which a different set of ranks shards. `root` and `units` count them as well.
-            None: no experts.
-        chunks: All chunks in the order of their reduction, if `experts` is set.
+        step: Step that par-zero predicts.
+        ranks: Number of ranks of each data-parallel group: all data ranks, then those of experts, if any.
+        beside: Size of the model's buffers, in bytes.
     """
 
-    trained: tuple[int, ...]
-    frozen: int = 0
-    root: int = 0
-    units: tuple[int, ...] = ()
-    inflight: int = 2
-    kept: int = 2
-    waiting: int = 0
-    tensors: tuple[int, ...] = ()
+    step: PredictedStep
+    ranks: tuple[int, ...]
     beside: int = 0
-    experts: "ModelSizes | None" = None
-    chunks: tuple[ChunkSize, ...] = ()
 
     @property
-    def parts(self) -> tuple["ModelSizes", ...]:
-        """Parts with different shard groups: all data ranks, then experts."""
-        return (self,) if self.experts is None else (self, self.experts)
+    def gradients(self) -> int:
+        """Size of the reduced gradients, in bytes."""
+        program = self.step.program
+        return sum(each.shard if program.shards_gradients else each.gradient for each in _trained(program))
 
-    @property
-    def parameters(self) -> int:
-        """Elements of all parameters."""
-        return sum(self.trained) + self.frozen
+    def memory_of(self, program: ZeroProgram) -> MemoryUse:
+        """Return the memory at the peak of a step, without activations.
 
-    @property
-    def largest(self) -> int:
-        """Elements of the largest part that lies in one tier: a chunk, or a unit."""
-        return max((*self.trained, self.root, *self.units), default=0)
-
-    @property
-    def at_once(self) -> int:
-        """Elements of the two gathered units other than the root at stage 3: the running and the prefetched unit."""
-        return sum(sorted(self.units, reverse=True)[:2])
+        Args:
+            program: Program of the step.
+        """
+        backward, after = (sum(program.peak(*ops).values()) for ops in (_BACKWARD, _AFTER_BACKWARD))
+        return MemoryUse(
+            parameters=self.step.parameters,
+            gradients=self.gradients,
+            optimizer=self.step.optimizer,
+            buffers=backward - self.gradients,
+            step=after - self.gradients,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +108,8 @@ def model_sizes(
     ranks: int,
     options: ShardOptions | None = None,
     experts: tuple[Sequence[nn.Parameter], int] = ((), 1),
+    gloo: bool = False,
+    microbatches: int = 1,
 ) -> ModelSizes:
     """Return the sizes of a built model, in the chunks that par-zero will use.
 
@@ -131,127 +120,78 @@ def model_sizes(
         ranks: Number of data-parallel ranks.
         options: Options of `par_zero.shard`. None: its defaults.
         experts: Parameters of experts, and the number of the data-parallel ranks that shard them; None: no experts.
+        gloo: Whether a reduce-scatter receives as much as it sends. Default: False.
+        microbatches: Number of microbatches, of which only the last one reduces gradients. Default: 1.
     """
-    options = options or ShardOptions()
-    shares = [experts] if experts[0] else []
-    every = chunk_sizes(model, optimizer, stage=stage, ranks=ranks, options=options, expert_groups=shares)
-    sizes = _sizes([chunk for chunk in every if not chunk.share], stage, options)
-    if shares:
-        apart, whole = _sizes([chunk for chunk in every if chunk.share], stage, options), _sizes(every, stage, options)
-        sizes = replace(
-            sizes,
-            root=whole.root,
-            units=whole.units,
-            inflight=options.overlap.inflight or len(whole.trained),
-            experts=replace(apart, root=0, units=()),
-            chunks=tuple(sorted(every, key=lambda chunk: stage == 3 and chunk.unit == 0)),
-        )
-    frozen = sizes.frozen
-    if stage < 3:  # where they lie in no chunk
-        groups = [] if optimizer is None else optimizer.param_groups
-        stepped = {id(each) for group in groups for each in group["params"]}
-        others = (each for each in model.parameters() if id(each) not in stepped)
-        frozen += sum(each.numel() for each in others if groups or not each.requires_grad)
-    return replace(sizes, frozen=frozen, beside=sum(each.nbytes for each in model.buffers()))
-
-
-def _sizes(chunks: Sequence[ChunkSize], stage: int, options: ShardOptions) -> ModelSizes:
-    """Return the sizes of some chunks."""
-    trained = tuple(chunk.elements for chunk in chunks if chunk.trained)
-    frozen = sum(chunk.elements for chunk in chunks if not chunk.trained)
-    # Unit 0 is the root, which may have no chunk of its own.
-    units: dict[int, int] = {0: 0}
-    for chunk in chunks if stage == 3 else ():
-        units[chunk.unit] = units.get(chunk.unit, 0) + chunk.elements
-    return ModelSizes(
-        trained=trained,
-        frozen=frozen,
-        root=units.pop(0),
-        units=tuple(units.values()),
-        inflight=options.overlap.inflight or 2,
-        kept=options.overlap.inflight or 2,
-        waiting=max(Counter(chunk.unit for chunk in chunks if chunk.trained).values(), default=1) - 1
-        if stage == 3
-        else 0,
-        tensors=tuple(group for chunk in chunks for group in chunk.groups),
-    )
-
-
-def sharding_of_sizes(
-    sizes: ModelSizes, elements: int, *, ranks: int, job: TrainingJob, gloo: bool = False
-) -> ZeroSharding:
-    """Return how data ranks shard a module, from its parameters only.
-
-    Args:
-        sizes: Sizes of the module.
-        elements: Number of the module's elements whose gradients are reduced.
-        ranks: Number of data-parallel ranks.
-        job: Training job; its ZeRO stage, precision and microbatches determine the result.
-        gloo: Whether a reduce-scatter needs a receive buffer as large as its input. Default: False.
-    """
-    reduced = buffer_elements(sizes.trained, sizes.inflight)
-    return ZeroSharding(
-        zero=job.zero,
+    groups = [experts] if experts[0] else []
+    step = predict_step(
+        model,
+        optimizer,
+        stage=stage,
         ranks=ranks,
-        accumulates=job.microbatches > 1,
+        options=options,
+        expert_groups=groups,
         gloo=gloo,
-        elements=elements,
-        chunk=max(sizes.trained, default=0),
-        chunks=len(sizes.trained),
-        gathered=sizes.root + sizes.at_once,
-        stays=0,
-        reduced=reduced,
-        waiting=buffer_elements(sizes.trained, sizes.inflight + sizes.waiting) - reduced,
+        microbatches=min(2, microbatches),  # any more passes under `no_sync` take no more memory
+        no_sync=True,
     )
+    counts = (ranks, *(count for _, count in groups))
+    return ModelSizes(step=step, ranks=counts, beside=sum(each.nbytes for each in model.buffers()))
 
 
 def plan_models(
-    models: Sequence[ModelSizes], topology: Topology, job: TrainingJob, schedule: Schedule | None, *, gloo: bool
+    models: Sequence[ModelSizes], topology: Topology, job: TrainingJob, schedule: Schedule | None
 ) -> StepPlan:
     """Return the plan of models that share their options.
 
     Args:
         models: Sizes of each model on this rank.
         topology: The strategy's axes.
-        job: The job, of which ZeRO stage, precision and microbatches matter here.
+        job: The job, of which only the ZeRO stage matters here.
         schedule: The pipeline's schedule, if there is a pipeline.
-        gloo: Whether a reduce-scatter receives as much as it sends.
     """
-    spread, made = expert_placement(topology), partial(sharding_of_sizes, job=job, gloo=gloo)
-    memory: list[MemoryUse] = []
-    transfers: list[AxisTraffic] = []
-    for sizes in models:
-        each = [made(sizes, sizes.parameters, ranks=averaged_ranks(topology))]
-        if sizes.experts is not None:
-            copies = topology.size("data") * spread.copies
-            each.append(made(sizes.experts, sizes.experts.parameters, ranks=copies))
-            each = _reduced_in_turn(sizes, each)
-        all_else, *experts = each
-        memory.append(added([state_memory(one, job.numbers) for one in (all_else, *experts)]))
-        transfers += data_traffic(all_else, job.numbers)
-        transfers += [
-            transfer
-            for one in experts
-            for transfer in data_traffic(one, job.numbers, "expert_data", flags=spread.reaches)
-        ]
     return StepPlan(
-        memory=tuple(memory),
-        transfers=tuple(transfers),
+        memory=tuple(sizes.memory_of(sizes.step.program) for sizes in models),
+        transfers=tuple(each for sizes in models for each in _transfers(sizes, topology, job.zero)),
         bubble=None if schedule is None else simulate(schedule).bubble,
         topology=topology,
     )
 
 
-def plan_budget(
-    sizes: ModelSizes, budget: Budget, *, slots: int, ranks: Sequence[int], job: TrainingJob, gloo: bool, measures: bool
-) -> BudgetPlan:
+def _transfers(sizes: ModelSizes, topology: Topology, zero: int) -> list[AxisTraffic]:
+    """Return the gradients and parameters that a rank receives from its data ranks, as the program moves them."""
+    program, found = sizes.step.program, list[AxisTraffic]()
+    for share, (axis, ranks) in enumerate(zip(("data", "expert_data"), sizes.ranks, strict=False)):
+        chunks = {name: chunk for name, chunk in program.chunks.items() if chunk.share == share}
+        if ranks == 1 or not chunks:
+            continue
+        reduced = [chunks[of].gradient for op, of in program.entries if op in ("scatter", "reduce") and of in chunks]
+        # A gather is of a unit at stage 3, and of a chunk below.
+        gathered = [
+            chunk.full
+            for op, of in program.entries
+            if op == "gather"
+            for name, chunk in chunks.items()
+            if of == (chunk.unit or name)
+        ]
+        part = (ranks - 1) / ranks
+        times = part if zero else 2 * part  # an all-reduce receives what a reduce-scatter and an all-gather do
+        found.append(AxisTraffic(axis=axis, what="gradients", operations=len(reduced), bytes=sum(reduced) * times))
+        if not share or expert_placement(topology).reaches:
+            found.append(flags_traffic(zero, ranks, axis))
+        if gathered:
+            found.append(
+                AxisTraffic(axis=axis, what="parameters", operations=len(gathered), bytes=sum(gathered) * part)
+            )
+    return found
+
+
+def plan_budget(sizes: ModelSizes, budget: Budget, *, job: TrainingJob, gloo: bool, measures: bool) -> BudgetPlan:
     """Return what to offload within a budget, from a model's parameters only.
 
     Args:
         sizes: Sizes of the model on this rank.
         budget: Bytes of each tier.
-        slots: Tensors of the optimizer's state for each parameter.
-        ranks: Number of ranks that share each of its parts.
         job: The job, of which ZeRO stage, precision and microbatches matter here.
         gloo: Whether it computes on a CPU.
         measures: Whether the first step will be measured.
@@ -259,61 +199,49 @@ def plan_budget(
     Raises:
         TooSmallError: A tier is too small.
     """
-    weight, parts, sharded = job.numbers.weight, sizes.parts, job.zero == 3
-    each = [
-        sharding_of_sizes(part, sum(part.trained), ranks=count, job=job, gloo=gloo)
-        for part, count in zip(parts, ranks, strict=True)
+    step, sharded, numbers = sizes.step, job.zero == 3, job.numbers
+    memory = max((sizes.memory_of(program) for program in step.first), key=lambda memory: memory.total)
+    kinds = {"parameters": memory.parameters}
+    fullest = max((program.peak(*_BACKWARD) for program in step.first), key=lambda held: sum(held.values()))
+    if sharded:
+        # In the first step, a unit is gathered only when the unit before it is freed.
+        kinds["units"] = min(fullest["units"], step.first[0].peak(*_BACKWARD)["units"])
+        kinds[PREFETCHED] = fullest["units"] - kinds["units"]
+    # A tensor of the optimizer becomes one in each tier, each with counts that stay on the device.
+    counts = (step.optimizer - step.movable) * (bool(budget.host) + bool(budget.disk))
+    buffers = memory.buffers - (fullest["units"] if sharded else 0)
+    kinds |= {"gradients": memory.gradients, "optimizer": memory.optimizer + counts, "buffers": buffers}
+    own = sum(each.full / (sizes.ranks[each.share] if job.zero else 1) for each in _trained(step.program))
+    sources = [
+        optimizer_offloaded(
+            step.movable,
+            copies=own * numbers.master / numbers.weight,
+            gradients=own * numbers.gradient / numbers.weight,
+            numbers=numbers,
+            zero=job.zero,
+            gloo=gloo,
+        )
     ]
-    if sizes.experts is not None:
-        each = _reduced_in_turn(sizes, each)
-    memory = added([state_memory(one, job.numbers, slots) for one in each])
-    frozen = sum(part.frozen / (one.ranks if sharded else 1) for part, one in zip(parts, each, strict=True))
-    shares = memory.parameters + frozen * weight
-    kinds = {"parameters": shares + sizes.beside}
-    buffers = memory.buffers + memory.arriving
-    if sharded and each[0].accumulates:
-        buffers -= sum(one.elements for one in each) * weight
-        kinds["gathered"] = sum(part.parameters for part in parts) * weight
-    elif sharded:
-        buffers -= sum(one.gathered for one in each) * weight
-        kinds["the root's unit"] = sizes.root * weight
-        # The running and the prefetched unit are gathered at the same time.
-        kinds["two units" if len(sizes.units) > 1 else "one unit"] = sizes.at_once * weight
-    kinds |= {"gradients": memory.gradients, "optimizer": memory.optimizer, "buffers": buffers}
-    step = max(0.0, memory.step + memory.kept - memory.buffers - memory.arriving)
-    state, *units = sources_of(each, job.numbers, slots)
-    largest = max((chunk.elements / each[chunk.share].ranks for chunk in sizes.chunks), default=0)
-    grain = (largest or sizes.largest / each[0].ranks) * weight
-    sources = [state]  # and parameters, with those that are frozen
-    # An accelerator fetches parameters from its host only.
-    takes = {"host": shares, "disk": shares if gloo else math.inf}
-    sources += [replace(one, frees=shares, takes=takes, grain=grain) for one in units]
-    return place_within(kinds, sources, budget, measures=measures, step=step)
+    # While gradients accumulate, full parameters stay, and nothing is gained.
+    if sharded and job.microbatches == 1:
+        shares = step.parameters - sizes.beside
+        grain = max((each.full / sizes.ranks[each.share] for each in step.program.chunks.values()), default=0)
+        # An accelerator fetches parameters from its host only.
+        takes = {"host": shares, "disk": shares if gloo else math.inf}
+        sources.append(Offloadable(name="parameters", frees=shares, takes=takes, grain=grain))
+    beyond = max(0.0, memory.step - memory.buffers)
+    spent = place_within(kinds, sources, budget, measures=measures, step=beyond)
+    away, fetched = (spent.shares.part(name) for name in ("optimizer", "parameters"))
+    if gloo or not away:
+        return spent
+    # Only what the device keeps is copied back to it. Each unit on the host is fetched for forward and for backward.
+    out, into = own * away * numbers.gradient / numbers.weight, own * (max(0.0, away - fetched) + 2 * fetched)
+    link = f"link: a step copies {format_bytes(out)} to the host and {format_bytes(into)} to the device."
+    return replace(spent, reasons=(*spent.reasons[:-1], link, spent.reasons[-1]))
 
 
-def _reduced_in_turn(sizes: ModelSizes, replicas: Sequence[ZeroSharding]) -> list[ZeroSharding]:
-    """Return the shardings of dense layers and experts, whose chunks share one order and the same buffers.
-
-    At stage 3, chunks of a unit wait until backward has finished the unit, and the root's chunks until backward ends.
-    At stage 2 any may wait for its turn, until ranks have learned in which order they come.
-
-    Args:
-        sizes: The sizes of all chunks.
-        replicas: Sharding of each part, computed separately.
-    """
-    trained, zero = [chunk for chunk in sizes.chunks if chunk.trained], replicas[0].zero
-    waiting = len(trained)
-    if zero == 3:
-        of_units = Counter(chunk.unit for chunk in trained)
-        waiting = of_units.pop(0, 0) + max(of_units.values(), default=1) - 1
-    lent = partial(buffer_elements, kept=sizes.kept)
-    received = lent([chunk.elements for chunk in trained if replicas[chunk.share].received], sizes.inflight)
-    whole = lent([chunk.elements for chunk in trained], sizes.inflight + waiting)
-    lends = max(replicas, key=lambda one: one.received)  # has the least to share with
-    return [
-        replace(one, reduced=received, waiting=whole - received) if one is lends else replace(one, reduced=0, waiting=0)
-        for one in replicas
-    ]
+def _trained(program: ZeroProgram) -> list[ChunkBytes]:
+    return [chunk for chunk in program.chunks.values() if chunk.gradient]
 
 
 def plan_unsharded_model(

@@ -1,5 +1,6 @@
 """ZeRO stages 0 to 3 from one design: data parallelism without duplicates."""
 
+from ._budget import PredictedStep, predict_step
 from ._cost import Memory, Transfers, memory, traffic, transfers
 from ._policies import MixedPrecision, OptimizerUpdate, Overlap, ParameterInit, ShardOptions, bucket_bytes
 from ._shard import shard, sync_module_states_
@@ -7,25 +8,22 @@ from ._sharded import disk_usage, no_sync, program, reload_state, reset, residen
 from ._tiers import Offload
 from .known.classes import UpdateScope
 from .known.scope import update_scope_of
-from .layout.buffers import buffer_elements
 from .layout.sharers import DataParallelGroup
-from .layout.sizes import ChunkSize, chunk_sizes
 from .offload.tier import DiskUsage
 from .optimizer.model_parallel import check_partial_sums, check_update_scope, needs_full_tensors, shard_state_
-from .optimizer.probe import find_scope_violation, state_counter_bytes, state_slots
+from .optimizer.probe import find_scope_violation, state_slots
 from .placement.ledger import Ledger, Placement, simulate
 from .placement.moments import Moment, Trace
 from .placement.place import place
 from .placement.policies import register_policy
 from .programs.draw import draw_program
-from .programs.ledger import ZeroProgram
-from .programs.planned import predict_program
+from .programs.ledger import ChunkBytes, ZeroProgram
 from .residency.table import Residency
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "ChunkSize",
+    "ChunkBytes",
     "DataParallelGroup",
     "DiskUsage",
     "Ledger",
@@ -37,6 +35,7 @@ __all__ = [
     "Overlap",
     "ParameterInit",
     "Placement",
+    "PredictedStep",
     "Residency",
     "ShardOptions",
     "Trace",
@@ -44,10 +43,8 @@ __all__ = [
     "UpdateScope",
     "ZeroProgram",
     "bucket_bytes",
-    "buffer_elements",
     "check_partial_sums",
     "check_update_scope",
-    "chunk_sizes",
     "disk_usage",
     "draw_program",
     "find_scope_violation",
@@ -55,7 +52,7 @@ __all__ = [
     "needs_full_tensors",
     "no_sync",
     "place",
-    "predict_program",
+    "predict_step",
     "program",
     "register_policy",
     "reload_state",
@@ -64,7 +61,6 @@ __all__ = [
     "shard",
     "shard_state_",
     "simulate",
-    "state_counter_bytes",
     "state_slots",
     "summon",
     "sync_module_states_",

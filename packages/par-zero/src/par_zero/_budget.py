@@ -12,24 +12,28 @@ from itertools import accumulate
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
 
 from par_groups import agree, together
 
-from ._param_groups import ParamGroup
+from ._param_groups import ParamGroup, in_a_row, param_groups
 from ._policies import ShardOptions
-from ._stage import ZeroStage
+from ._stage import STAGES, ZeroStage
 from ._tiers import TIERS, Offload, least_in_words
 from .layout.meter import BUFFERS, GRADIENTS
 from .layout.packing import ALIGNMENT, ChunkLayout
 from .layout.plan import ChunkPlan
 from .layout.sharers import DataParallelGroup
+from .layout.sizes import plan_module
+from .layout.units import tensors_of
 from .offload.pieces import PAGE, pages
 from .offload.plan import ChunkTiers, UpdatedSlices, assign_tiers, slots_by_group, unit_bytes, updated_slices
 from .optimizer.probe import state_counter_bytes
 from .placement.room import Room
 from .programs.ledger import ZeroProgram
-from .programs.planned import PlannedRanks, register_model
-from .programs.predict import RegisteredUnit, predict_steps
+from .programs.planned import PlannedRanks, register_model, register_units
+from .programs.predict import RegisteredModel, RegisteredUnit, predict_steps
 
 TierBytes = Mapping[str, Mapping[str, int]]
 """Bytes by tier and kind."""
@@ -80,7 +84,7 @@ class PeakMemory:
             updated: Slices that the rank's optimizers update.
             offload: Tier of each kind of data.
         """
-        chunks = self._assign(updated, offload)
+        chunks = self.assign(updated, offload)
         found = self._resident(chunks)
         found["device"]["parameters"] += self._unpacked
         found["device"] |= self._step(chunks).peak
@@ -89,14 +93,28 @@ class PeakMemory:
 
     def resident(self, updated: UpdatedSlices, offload: Offload) -> dict[str, int]:
         """Return the bytes that the device holds throughout a step, by kind."""
-        return self._resident(self._assign(updated, offload))["device"]
+        return self._resident(self.assign(updated, offload))["device"]
 
     def passing(self, updated: UpdatedSlices, offload: Offload) -> int:
         """Return the largest number of bytes that the device holds in addition to units and resident bytes."""
-        chunks = self._assign(updated, offload)
+        chunks = self.assign(updated, offload)
         return self._step(chunks).beside_units - self._resident(chunks)["device"][GRADIENTS]
 
-    def _assign(self, updated: UpdatedSlices, offload: Offload) -> list[tuple[ChunkPlan, ChunkTiers]]:
+    def register(self, chunks: Sequence[tuple[ChunkPlan, ChunkTiers]]) -> RegisteredModel:
+        """Return the module as its program will see it, with two reductions in flight if the options set no bound.
+
+        Args:
+            chunks: Chunks and their tiers, as `assign` returns them.
+        """
+        tiers = [each for _, each in chunks]
+        model = register_model(self._plans, self._units, self._stage, self._options, self._ranks, tiers=tiers)
+        # With several groups any chunk may wait for another one, until the ranks have learned an order. Without a
+        # bound, chunks are reduced section by section.
+        waits = len(self._ranks) > 1 and model.inflight is not None
+        return replace(model, inflight=model.inflight or 2, waits=waits)
+
+    def assign(self, updated: UpdatedSlices, offload: Offload) -> list[tuple[ChunkPlan, ChunkTiers]]:
+        """Return each chunk with its tiers."""
         tiers = assign_tiers(self._plans, updated, self._slots, offload)
         return list(zip(self._plans, tiers, strict=True))
 
@@ -132,15 +150,7 @@ class PeakMemory:
         """Return the ledger's bytes of a step. They do not depend on the tiers of the optimizer's state."""
         key = tuple(tiers.home.gradients for _, tiers in chunks)
         if key not in self._steps:
-            tiers = [each for _, each in chunks]
-            model = register_model(self._plans, self._units, self._stage, self._options, self._ranks, tiers=tiers)
-            inflight = self._options.overlap.inflight
-            # With several groups any chunk may wait for another one, until the ranks have learned an order. Without a
-            # bound, chunks are reduced section by section.
-            waits = len(self._ranks) > 1 and inflight is not None
-            self._steps[key] = StepBytes.of(
-                predict_steps(replace(model, inflight=inflight or 2, waits=waits), accumulates=True)[-1]
-            )
+            self._steps[key] = StepBytes.of(predict_steps(self.register(chunks), accumulates=True)[-1])
         return self._steps[key]
 
     def _staging_buffers(self, chunks: Sequence[tuple[ChunkPlan, ChunkTiers]], ahead: int) -> int:
@@ -160,6 +170,93 @@ class PeakMemory:
         ring = max(pieces, default=0) * min(ahead, len(pieces))
         # Two units: a wrong prefetch may be in a buffer while the right shard is read into another.
         return ring + _largest(gradients, 2) + _largest(list(shards.values()), 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictedStep:
+    """The step of a module that is not sharded yet, and the bytes of one rank's device.
+
+    Args:
+        first: Programs of the first steps; the last one is the program of all later steps.
+        parameters: Bytes of the parameters that the rank keeps between passes, and of the module's buffers.
+        optimizer: Bytes of the optimizer's state and of its master weights.
+        movable: Those bytes of `optimizer` that `Offload(optimizer="host")` moves on a CPU.
+    """
+
+    first: tuple[ZeroProgram, ...]
+    parameters: int
+    optimizer: int
+    movable: int
+
+    @property
+    def program(self) -> ZeroProgram:
+        """Program of a step, whose `peak` has the bytes of units, gradients and buffers."""
+        return self.first[-1]
+
+
+def predict_step(
+    module: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    stage: int,
+    ranks: int,
+    options: ShardOptions | None = None,
+    expert_groups: Sequence[tuple[Sequence[nn.Parameter], int]] = (),
+    gloo: bool = False,
+    microbatches: int = 1,
+    no_sync: bool = False,
+    accumulates: bool = False,
+) -> PredictedStep:
+    """Return the step of a module that is not sharded yet, without changing it or communicating.
+
+    For a sharded module that has not run yet, `program` returns the program of a step of one forward and one backward.
+
+    Args:
+        module: Module, which may be on the meta device.
+        optimizer: Optimizers, as for `shard`.
+        stage: Stage of `shard`, 0 to 3.
+        ranks: Number of ranks that shard the parameters.
+        options: Options of `shard`; None: the defaults. Without `Overlap(inflight=...)` two reductions are in flight,
+            with `expert_groups` any number.
+        expert_groups: Parameters and number of ranks of each of the `expert_groups` of `shard`.
+        gloo: Whether ranks reduce over gloo, which receives into a buffer as large as the gradients of a chunk.
+            Default: False.
+        microbatches: Number of forward and backward passes in a step. Default: 1.
+        no_sync: Whether all passes but the last are under `no_sync`, which then keeps units. Default: False.
+        accumulates: Whether the gradients of a step are still there in the next one. Default: False.
+    """
+    options, cuts = options or ShardOptions(), STAGES[stage]
+    plans, modules = plan_module(
+        module, optimizer, stage=stage, ranks=ranks, options=options, expert_groups=expert_groups
+    )
+    counts = (ranks, *(count for _, count in expert_groups))
+    memory = PeakMemory(
+        plans,
+        param_groups(in_a_row(optimizer), options.update),
+        cuts,
+        options,
+        units=register_units(module, modules, plans) if cuts.shards_parameters else (),
+        ranks=[PlannedRanks(count=count, receives=gloo) for count in counts],
+        unpacked=unpacked_bytes(module, plans),
+    )
+    updated = updated_slices(plans, cuts, [0] * len(counts))
+    here, moved = (memory.count(updated, Offload(optimizer=tier)) for tier in ("device", "host"))
+    model = memory.register(memory.assign(updated, Offload()))
+    if options.overlap.inflight is None and expert_groups:
+        model = replace(model, inflight=None)
+    passes = [*[not no_sync] * (microbatches - 1), True]
+    return PredictedStep(
+        first=tuple(predict_steps(model, passes=passes, accumulates=accumulates)),
+        parameters=here["device"]["parameters"],
+        optimizer=here["device"]["optimizer"],
+        movable=moved["host"]["optimizer"],
+    )
+
+
+def unpacked_bytes(module: nn.Module, plans: Sequence[ChunkPlan]) -> int:
+    """Return the bytes of a module's parameters and buffers that no chunk contains."""
+    own = {id(tensor): tensor.nbytes for _, tensor in tensors_of(module)}
+    return sum(own.values()) - sum(own[id(member.parameter)] for plan in plans for member in plan.members)
 
 
 @dataclass(frozen=True, kw_only=True)

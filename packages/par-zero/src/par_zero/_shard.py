@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from par_groups import Sharding, backend_of, together
 
-from ._budget import fit_to_budgets, plan_room
+from ._budget import fit_to_budgets, plan_room, unpacked_bytes
 from ._collectives import communicators, connect, is_in_use
 from ._engine import Engine
 from ._param_groups import ParamGroup, in_a_row, param_groups
@@ -293,7 +293,6 @@ def _plan_offload(
     """Return the options with tiers in place of "auto", and the plan of what is offloaded; None if nothing is."""
     is_on_cpu = device_of(module, device).type == "cpu"
     if offload.auto or set(offload.budgets) - {"device"}:
-        own = {id(tensor): tensor.nbytes for _, tensor in tensors_of(module)}
         offload = fit_to_budgets(
             offload,
             plans,
@@ -302,7 +301,7 @@ def _plan_offload(
             options,
             shares=shares,
             units=units,
-            unpacked=sum(own.values()) - sum(own[id(member.parameter)] for plan in plans for member in plan.members),
+            unpacked=unpacked_bytes(module, plans),
             is_on_cpu=is_on_cpu,
         )
     if not offload.offloaded:

@@ -1,12 +1,15 @@
 """Placements: within the budget, with every unit, no worse than the simple ones, and the best where that is known."""
 
 import time
+from collections import Counter
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
-from par_zero import Moment, Placement, Trace, place, register_policy, simulate
+from par_zero import Moment, Placement, Trace, ZeroProgram, place, register_policy, simulate
 from par_zero.placement.policies import POLICIES
+from par_zero.programs.ledger import ProgramEntry
 
 from .cases import STEP, UNITS, backward, forward, least_moved, traces, training
 
@@ -115,6 +118,27 @@ def test_an_evaluation_between_steps_leaves_its_last_units_to_the_training():
     trace = Trace((*forward(*UNITS), *training().moments))
     assert fetches(trace, "next_use") == 20 + 52
     assert fetches(trace, "behind") == 31 + 1 + 63
+
+
+@given(traces(), st.sampled_from((*POLICY, "test: least recently used")))
+def test_simulated_peak_equals_the_ledger(drawn, policy):
+    trace, sizes, budget = drawn
+    found, entries, needs = place(trace, sizes, budget, policy), [], []
+    for moment, moves in zip(trace.moments, found.moves, strict=True):
+        entries += [ProgramEntry("gather" if tier == "device" else "free", unit) for unit, tier in moves]
+        needs += [0] * (len(entries) - len(needs))
+        if moment.kind == "step":  # which frees what the policy has left
+            gathered = Counter({entry.of: 0 for entry in entries})
+            for entry in entries:
+                gathered[entry.of] += {"gather": 1, "free": -1}.get(entry.op, 0)
+            entries += [ProgramEntry("free", unit) for unit, count in gathered.items() if count]
+        else:
+            entries += [ProgramEntry("F", unit) for unit in moment.needs]
+        needs += [moment.other] * (len(entries) - len(needs))
+    program = ZeroProgram(entries=tuple(entries), units=sizes, chunks={}, shards_gradients=False, kept_buffers=0)
+    held = [other + after["units"] for (_, after), other in zip(program.walk(), needs, strict=True)]
+    others = [moment.other for moment in trace.moments]
+    assert max([*held, *others]) == simulate(trace, sizes, found).peak["device"]
 
 
 def test_two_orders_in_turn_are_one_trace():

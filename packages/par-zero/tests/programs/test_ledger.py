@@ -14,7 +14,7 @@ from ..helpers import STAGES, adamw, batch, mlp, policies, train
 
 
 def made(text, **options):
-    chunk = ChunkBytes(unit="u", gradient=80, shard=40, arriving=72, cast=20, received=80)
+    chunk = ChunkBytes(unit="u", full=100, gradient=80, shard=40, arriving=72, cast=20, received=80)
     entries = tuple(ProgramEntry(*each.split(":")) for each in text.split())
     return ZeroProgram(
         entries=entries, units={"u": 100}, chunks={"c": chunk}, shards_gradients=True, kept_buffers=2, **options

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from par_testing import for_each
-from par_zero import MixedPrecision, Offload, Overlap, ShardOptions, memory, predict_program, program, shard
+from par_zero import MixedPrecision, Offload, Overlap, ShardOptions, memory, predict_step, program, shard
 from par_zero._budget import PeakMemory
 from par_zero._param_groups import param_groups
 from par_zero._shard import _engine_of
@@ -58,12 +58,12 @@ def test_closed_form_of_memory_equals_the_ledger(stage, ranks, depth, precision,
     tiers = dict(zip(("optimizer", "parameters", "gradients"), moved, strict=True))
     offload = Offload(**tiers, path="/", piece="1GB")
     options = ShardOptions(overlap=Overlap(bucket=1, inflight=inflight), precision=precision)
-    program = predict_program(module, optimizer, stage=stage, ranks=ranks, options=options, gloo=True)
-    *_, (_, held) = program.walk()
+    step = predict_step(module, optimizer, stage=stage, ranks=ranks, options=options, gloo=True)
+    *_, (_, held) = step.program.walk()
     without = memory(stage, elements, ranks, precision=precision, chunk=width**2, inflight=inflight)
     if ranks > 1:  # else nothing is received
         assert held["buffers"] == without.buffers
-    assert held["gradients"] == without.gradients + sum(chunk.cast for chunk in program.chunks.values())
+    assert held["gradients"] == without.gradients + sum(chunk.cast for chunk in step.program.chunks.values())
 
     plans, modules = plan_module(module, optimizer, stage=stage, ranks=ranks, options=options, expert_groups=())
     counted = PeakMemory(
@@ -87,16 +87,15 @@ def test_predicted_gradients_that_stay_raise_the_peak(stage):
     module, optimizer = linears(4, 64)
     options = ShardOptions(overlap=Overlap(bucket=1, inflight=1))
     dropped, kept = (
-        predict_program(module, optimizer, stage=stage, ranks=2, options=options, accumulates=each)
+        predict_step(module, optimizer, stage=stage, ranks=2, options=options, accumulates=each)
         for each in (False, True)
     )
-    assert dropped.peak() == kept.peak()  # without a copy in another dtype
+    assert dropped.program.peak() == kept.program.peak()  # without a copy in another dtype
     mixed = ShardOptions(overlap=options.overlap, precision=DTYPES[1])
     dropped, kept = (
-        predict_program(module, optimizer, stage=stage, ranks=2, options=mixed, accumulates=each)
-        for each in (False, True)
+        predict_step(module, optimizer, stage=stage, ranks=2, options=mixed, accumulates=each) for each in (False, True)
     )
-    assert sum(dropped.peak().values()) < sum(kept.peak().values())
+    assert sum(dropped.program.peak().values()) < sum(kept.program.peak().values())
 
 
 def test_units_within_units_run_in_the_order_of_registration():
@@ -104,22 +103,20 @@ def test_units_within_units_run_in_the_order_of_registration():
         block = nn.Sequential(nn.Linear(16, 16), nn.Sequential(nn.Linear(16, 16)))
         module = nn.Sequential(block, nn.Linear(16, 16))
     options = ShardOptions(units=[block, block[1], module[1]])
-    found = predict_program(module, stage=3, ranks=2, options=options)
-    events = " ".join(str(entry) for entry in found.entries if entry.op in ("F", "B", "C"))
+    found = predict_step(module, stage=3, ranks=2, options=options)
+    events = " ".join(str(entry) for entry in found.program.entries if entry.op in ("F", "B", "C"))
     assert events == "F:0 F:0.1 F:1 B:1 C:1.weight B:0 B:0.1 C:0.1.0.weight C:0.0.weight"
 
 
-def test_predict_program_without_a_bound_counts_two_reductions():
+def test_predict_step_without_a_bound_counts_two_reductions():
     module, optimizer = linears(4, 64)
     found = [
-        predict_program(
-            module, optimizer, stage=2, ranks=2, options=ShardOptions(overlap=Overlap(bucket=1, inflight=n))
-        )
+        predict_step(module, optimizer, stage=2, ranks=2, options=ShardOptions(overlap=Overlap(bucket=1, inflight=n)))
         for n in (None, 2)
     ]
     assert found[0] == found[1]
     with pytest.raises(ValueError, match="units has a Linear that is not in the module"):
-        predict_program(module, stage=3, ranks=2, options=ShardOptions(units=[nn.Linear(1, 1)]))
+        predict_step(module, stage=3, ranks=2, options=ShardOptions(units=[nn.Linear(1, 1)]))
 
 
 @for_each(stage=range(4), passes=((True,), (False, True), (True, True)))

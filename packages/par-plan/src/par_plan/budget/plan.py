@@ -20,6 +20,9 @@ from .tiers import Offloadable, TierFractions, TooSmallError, called, most_away,
 ACTIVATIONS = 0.25
 """Part of a device's budget that is left for activations, where there is room elsewhere and nothing is measured."""
 
+PREFETCHED = "prefetched unit"
+"""Kind of the full parameters that stage 3 gathers ahead, from the second step on."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from par_zero import MixedPrecision, Overlap, buffer_elements, memory
+from par_zero import MixedPrecision, Overlap, memory
 
 from ..budget.tiers import Offloadable
 from ..inputs import NumberWidths, TrainingJob
@@ -87,7 +87,6 @@ class ZeroSharding:
         gathered: Number of elements that are whole at a time, at stage 3.
         stays: Number of those that are gathered once a pass, and not again for backward.
         reduced: Number of elements for which there are buffers that pieces are reduced in, one after the other.
-        waiting: Number of those for which there are more, in which pieces wait for their turn.
     """
 
     zero: int
@@ -100,7 +99,6 @@ class ZeroSharding:
     gathered: int
     stays: int
     reduced: int
-    waiting: int = 0
 
     @property
     def received(self) -> float:
@@ -154,7 +152,8 @@ def zero_sharding(
         gathered = min(elements, count.ends + 2 * unit)
         # The last two units of forward are the first of backward, and stay gathered between them.
         stays = count.ends + last_unit + (unit if units > 1 else 0)
-        reduced = buffer_elements([last_unit, *[unit] * (units - 1), count.ends], 2)
+        # A larger chunk that comes later makes both buffers larger.
+        reduced = 2 * chunk if units > 1 or count.ends > unit else elements
     return ZeroSharding(
         zero=zero,
         ranks=ranks,
@@ -181,7 +180,7 @@ def share_buffers(replicas: Sequence[ZeroSharding]) -> tuple[ZeroSharding, ...]:
     if len(replicas) == 1:
         return tuple(replicas)
     if replicas[0].zero >= 2:
-        return tuple(replace(each, reduced=each.elements if each.ranks > 1 else 0, waiting=0) for each in replicas)
+        return tuple(replace(each, reduced=each.elements if each.ranks > 1 else 0) for each in replicas)
     receive = [each for each in replicas if each.received]
     lent = max((each.chunk for each in receive), default=0) * min(2, sum(each.chunks for each in receive))
     lends = max(receive, key=lambda each: each.received, default=None)  # has the least to share with
@@ -199,17 +198,16 @@ def added(memories: Sequence[MemoryUse]) -> MemoryUse:
     return MemoryUse(**{**sums, "arriving": max(each.arriving for each in memories)})
 
 
-def sources_of(replicas: Sequence[ZeroSharding], numbers: NumberWidths, slots: int = 2) -> tuple[Offloadable, ...]:
+def sources_of(replicas: Sequence[ZeroSharding], numbers: NumberWidths) -> tuple[Offloadable, ...]:
     """Return the state of all parts of a model that can be offloaded, the optimizer's state first.
 
     Args:
         replicas: The replicas of each part.
         numbers: Widths of numbers.
-        slots: Tensors of state for each parameter.
     """
     found: dict[str, list[Offloadable]] = {}
     for each in replicas:
-        for source in (optimizer_offloaded(each, numbers, slots), parameters_offloaded(each, numbers)):
+        for source in (_optimizer_of(each, numbers), parameters_offloaded(each, numbers)):
             if source is not None:
                 found.setdefault(source.name, []).append(source)
     return tuple(
@@ -223,7 +221,7 @@ def sources_of(replicas: Sequence[ZeroSharding], numbers: NumberWidths, slots: i
     )
 
 
-def state_memory(replicas: ZeroSharding, numbers: NumberWidths, slots: int = 2) -> MemoryUse:
+def state_memory(replicas: ZeroSharding, numbers: NumberWidths) -> MemoryUse:
     """Return the bytes of parameters, gradients, Adam's state and the buffers of reductions and gathers.
 
     While gradients accumulate they are whole, at stages 2 and 3 too, and parameters stay gathered.
@@ -231,7 +229,6 @@ def state_memory(replicas: ZeroSharding, numbers: NumberWidths, slots: int = 2) 
     Args:
         replicas: The replicas.
         numbers: Widths of numbers.
-        slots: Tensors of state for each parameter, each as wide as a master: 2 for Adam.
     """
     zero, ranks, elements = replicas.zero, replicas.ranks, replicas.elements
     state = memory(
@@ -240,13 +237,12 @@ def state_memory(replicas: ZeroSharding, numbers: NumberWidths, slots: int = 2) 
         ranks,
         dtype=_DTYPES[numbers.master],
         precision=MixedPrecision(param_dtype=_DTYPES[numbers.weight]),
-        slots=slots,
     )
     reduced = replicas.reduced
     received = reduced * replicas.received
     whole_gradients = gathered = 0
     if zero >= 2:
-        whole_gradients = elements if replicas.accumulates else reduced + replicas.waiting
+        whole_gradients = elements if replicas.accumulates else reduced
     if zero == 3:
         gathered = elements if replicas.accumulates else replicas.gathered
     copies = elements / (ranks if zero else 1) if numbers.copied else 0
@@ -263,23 +259,44 @@ def state_memory(replicas: ZeroSharding, numbers: NumberWidths, slots: int = 2) 
     )
 
 
-def optimizer_offloaded(replicas: ZeroSharding, numbers: NumberWidths, slots: int = 2) -> Offloadable:
+def optimizer_offloaded(
+    state: float, *, copies: float, gradients: float, numbers: NumberWidths, zero: int, gloo: bool
+) -> Offloadable:
     """Return the optimizer's state and master weights as a source for offloading.
 
     Off an accelerator its host steps what it has, by gradients that follow, and by copies of parameters in any case.
-    On a CPU, where host and device are one memory, neither is needed. Arguments as those of `state_memory`.
+    On a CPU, where host and device are one memory, neither is needed.
+
+    Args:
+        state: Bytes of the state and of the master weights.
+        copies: Bytes of master weights for all parameters that the rank steps.
+        gradients: Bytes of their gradients.
+        numbers: Widths of numbers.
+        zero: ZeRO stage.
+        gloo: Whether the model computes on a CPU.
     """
-    own = replicas.elements / (replicas.ranks if replicas.zero else 1)
-    state = own * numbers.master * (slots + numbers.copied)
-    if replicas.gloo:
+    if gloo:
         return Offloadable(name="optimizer", frees=state, takes={"host": state, "disk": state})
     # The host steps a copy of the parameters of its own, even if the device has no masters.
-    gradients, away = own * numbers.gradient, own * numbers.master * (slots + 1)
+    away = state if numbers.copied else state + copies
     return Offloadable(
         name="optimizer",
-        frees=state + (gradients if replicas.zero >= 2 else 0),
+        frees=state + (gradients if zero >= 2 else 0),
         takes={"host": away, "disk": away},
         beside=gradients,
+    )
+
+
+def _optimizer_of(replicas: ZeroSharding, numbers: NumberWidths) -> Offloadable:
+    """Return Adam's state as a source for offloading."""
+    own = replicas.elements / (replicas.ranks if replicas.zero else 1)
+    return optimizer_offloaded(
+        own * numbers.master * (2 + numbers.copied),
+        copies=own * numbers.master,
+        gradients=own * numbers.gradient,
+        numbers=numbers,
+        zero=replicas.zero,
+        gloo=replicas.gloo,
     )
 
 
@@ -311,7 +328,7 @@ def with_offload(memory: MemoryUse, replicas: ZeroSharding, numbers: NumberWidth
     """
     away = job.optimizer_offloaded
     if away:
-        source = optimizer_offloaded(replicas, numbers)
+        source = _optimizer_of(replicas, numbers)
         gradients = 0.0 if replicas.gloo or replicas.zero < 2 else away * source.beside
         memory = replace(
             memory,

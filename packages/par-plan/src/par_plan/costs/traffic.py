@@ -59,9 +59,6 @@ def data_traffic(
 ) -> list[AxisTraffic]:
     """Return the traffic of gradients and parameters between data ranks, and of the flags after a reduction.
 
-    Flags report whether a rank computed all gradients and whether the order of reductions is unchanged; at stage 3 also
-    how the pass ended.
-
     Args:
         replicas: The replicas.
         numbers: Widths of numbers.
@@ -79,9 +76,7 @@ def data_traffic(
         AxisTraffic(axis=axis, what="gradients", operations=replicas.chunks, bytes=gradients * numbers.gradient),
     ]
     if flags:
-        transfers.append(
-            AxisTraffic(axis=axis, what="flags", operations=1, bytes=2 * others * 4 * (6 if zero == 3 else 2))
-        )
+        transfers.append(flags_traffic(zero, ranks, axis))
     if zero:
         again = zero == 3 and not accumulates  # gathered for forward and for backward, but for those that stay
         parameters = both - gradients - (replicas.stays * others if again else 0)
@@ -90,6 +85,21 @@ def data_traffic(
             AxisTraffic(axis=axis, what="parameters", operations=operations, bytes=parameters * numbers.weight)
         )
     return transfers
+
+
+def flags_traffic(zero: int, ranks: int, axis: str) -> AxisTraffic:
+    """Return the traffic of the flags after a reduction.
+
+    Flags report whether a rank computed all gradients and whether the order of reductions is unchanged; at stage 3 also
+    how the pass ended.
+
+    Args:
+        zero: ZeRO stage.
+        ranks: Number of data ranks.
+        axis: Name of the axis, as in `AxisTraffic`.
+    """
+    numbers = 6 if zero == 3 else 2  # int32
+    return AxisTraffic(axis=axis, what="flags", operations=1, bytes=2 * (ranks - 1) / ranks * 4 * numbers)
 
 
 def tensor_traffic(

@@ -145,8 +145,10 @@ def wire(
     model = bundle.module
     for plugin in plugins:
         with together(f"plugin {plugin.name!r}", None):
-            # The sizes are those of whole parameters on this rank, before ZeRO packs them and before they are cast.
+            # The sizes are those of full parameters on this rank, before ZeRO packs them.
             if plugin.name in ("zero", "precision") and bundle.sizes is None:
+                if plugin.name == "zero":
+                    strategy.cast_(model, bundle.optimizer)
                 bundle.sizes = strategy.sizes_of(model, bundle.optimizer)
             model = plugin.setup_model(model, bundle.optimizer, strategy)
             if bundle.optimizer is not None:

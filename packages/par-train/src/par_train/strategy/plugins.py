@@ -1,6 +1,5 @@
 """The built-in plugins in their order: tensor, pipeline, device, recompute, tied, zero, precision."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,12 +10,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import JointOptimizer, agree, attributes, format_bytes, kept_tensors, together
+from par_groups import agree, attributes, together
 from par_layers import initialize, parallelize
 from par_layers.pretrained import pretrained_of
 from par_pipeline import PipelineStages, build_model_stages, build_stages, remove_foreign_parameters_
 from par_plan import Budget, BudgetPlan, MeasuredStep, pipeline_cost, plan_budget, plan_measured, read_budget
-from par_precision import mixed, precision_of
+from par_precision import mixed
 from par_recompute import Keep, checkpoint_layers, choices, choose_layers, set_budget
 from par_zero import (
     DataParallelGroup,
@@ -30,13 +29,11 @@ from par_zero import (
     residency,
     shard,
     shard_state_,
-    state_counter_bytes,
-    state_slots,
     sync_module_states_,
 )
 
 from .canonical.plugins import ExactPlugin, GridPlugin
-from .experts import EXPERT_COPIES, share_of_experts
+from .experts import share_of_experts
 from .handlers import kinds_of
 from .options import StrategyOptions
 from .plugin import Plugin, check_support, find_plugin, in_order
@@ -203,36 +200,14 @@ def _spent(model: nn.Module, optimizer: Optimizer, strategy: Setup, budget: Budg
             "memory: the budget was used for another optimizer; use a Strategy for each optimizer, or place tensors "
             "with zero=dict(stage=..., offload=...)"
         )
-    optimizers = optimizer.optimizers if isinstance(optimizer, JointOptimizer) else [optimizer]
-    groups = [(one, group) for one in optimizers for group in one.param_groups]
-    widths = [
-        sum(dtype.itemsize for dtype in state_slots(one, group, torch.float32).values())
-        for one, group in groups
-        if group["params"]
-    ]
-    sizes = strategy.sizes_of(model, optimizer)
-    tensors = (number for part in sizes.parts for number in part.tensors)
-    counts = sum(state_counter_bytes(*groups[number], torch.float32) for number in tensors)
-    most = 1 + bool(budget.host) + bool(budget.disk)  # a tensor of the optimizer becomes one tensor in each tier
-    ranks = [strategy.groups.size(axes) for axes in (strategy.averaged_over, EXPERT_COPIES)[: len(sizes.parts)]]
-    spent = plan_budget(
-        replace(sizes, beside=sizes.beside + counts * most),
+    strategy.cast_(model, optimizer)
+    return plan_budget(
+        strategy.sizes_of(model, optimizer),
         budget,
-        slots=math.ceil(max(widths, default=0) / torch.float32.itemsize),
-        ranks=ranks,
         job=strategy.job(),
         gloo=strategy.device.type == "cpu",
         measures=measures,
     )
-    away, fetched = (spent.shares.part(name) for name in ("optimizer", "parameters"))
-    if strategy.device.type == "cpu" or not away:
-        return spent
-    # Only what the device keeps is copied back to it. Each unit on the host is fetched for forward and for backward.
-    numbers, sharded = strategy.job().numbers, strategy.options.stage > 0
-    own = sum(sum(part.trained) / (count if sharded else 1) for part, count in zip(sizes.parts, ranks, strict=True))
-    out, into = own * away * numbers.gradient, own * numbers.weight * (max(0.0, away - fetched) + 2 * fetched)
-    link = f"link: a step copies {format_bytes(out)} to the host and {format_bytes(into)} to the device."
-    return replace(spent, reasons=(*spent.reasons[:-1], link, spent.reasons[-1]))
 
 
 def spend_measured(models: Sequence[nn.Module], strategy: Setup) -> None:
@@ -323,21 +298,10 @@ class ZeroPlugin(Plugin):
         if not packed and (options.stage < 3 or not any(True for _ in model.parameters())):
             experts = share_of_experts(model, strategy.groups)
             return sync_module_states_(model, group=strategy.groups[averaged], expert_groups=experts)
-        precision = precision_of(options.precision_name)
-        dtype = None if optimizer is None else precision.weights
-        if dtype is not None:
-            stay = {id(tensor) for tensor in kept_tensors(model, dtype).values()}
-            for tensor in (*model.parameters(), *model.buffers()):  # par-zero casts trained parameters
-                if id(tensor) in stay:
-                    continue
-                if (precision.rounded or tensor not in packed) and tensor.is_floating_point():
-                    tensor.data = tensor.data.to(dtype)
-            # With rounded weights the optimizer steps the weights themselves, so par-zero must keep no masters.
-            dtype = None if precision.rounded else dtype
         # A rank can compute the index of any other in its data-parallel group, so `shard` need not ask the other ranks.
         index_of = partial(strategy.groups.topology.index, averaged)
         group = DataParallelGroup(strategy.groups[averaged], index_of=index_of)
-        keywords = {**options.zero_keywords, "precision": {"param_dtype": dtype, **options.zero_policy("precision")}}
+        keywords = {**options.zero_keywords, "precision": strategy.zero_precision(optimizer)}
         if strategy.spent is not None and optimizer is not None:
             parts, path = strategy.spent.shares.parts, strategy.spent.budget.path
             if any(parts.values()):

@@ -23,14 +23,16 @@ from par_groups import (
     averaged_axes,
     check_alike,
     data_axes,
+    kept_tensors,
     launch,
     replica_axes,
     splits_sequence,
 )
 from par_layers import Context, LayerSet, layer_set
 from par_pipeline import Schedule, schedule
-from par_plan import NUMBER_WIDTHS, ModelSizes, TrainingJob, model_sizes
-from par_zero import DataParallelGroup, ShardOptions
+from par_plan import ModelSizes, TrainingJob, model_sizes
+from par_precision import precision_of
+from par_zero import DataParallelGroup, MixedPrecision, ShardOptions
 
 from .experts import share_of_experts
 from .options import StrategyOptions
@@ -159,33 +161,61 @@ class Setup:
         bounds = self.options.memory is not None and (self.options.stage == 3 or not others)
         return 2 if given is None and bounds else given
 
+    def cast_(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        """Cast the weights of a trained model that par-zero does not cast itself: frozen and rounded weights.
+
+        Args:
+            model: The model, whose parameters exist, perhaps on the meta device.
+            optimizer: Its optimizer; None for a model that only runs forward, which does not change.
+        """
+        precision = precision_of(self.options.precision_name)
+        dtype = None if optimizer is None else precision.weights
+        if optimizer is None or dtype is None:
+            return
+        stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        stay = {id(tensor) for tensor in kept_tensors(model, dtype).values()}
+        for tensor in (*model.parameters(), *model.buffers()):
+            if id(tensor) in stay:
+                continue
+            if (precision.rounded or tensor not in stepped) and tensor.is_floating_point():
+                tensor.data = tensor.data.to(dtype)
+
+    def zero_precision(self, optimizer: Optimizer | None) -> dict[str, Any]:
+        """Return the arguments of `par_zero.MixedPrecision`.
+
+        Args:
+            optimizer: Optimizer of the model; None for a model that only runs forward.
+        """
+        precision = precision_of(self.options.precision_name)
+        # With rounded weights the optimizer steps the weights themselves, so par-zero must keep no masters.
+        dtype = None if optimizer is None or precision.rounded else precision.weights
+        return {"param_dtype": dtype, **self.options.zero_policy("precision")}
+
     def sizes_of(self, model: nn.Module, optimizer: Optimizer | None) -> ModelSizes:
         """Return the sizes of this rank's part of a model, as its data ranks will shard it.
 
         Args:
-            model: The model, whose parameters exist, perhaps on the meta device.
+            model: The model, whose parameters exist, perhaps on the meta device, in the dtypes that `cast_` gives.
             optimizer: Its optimizer; None for a model that only runs forward.
         """
-        given, ranks = self.options.zero_keywords, self.groups.size(self.averaged_over)
+        given = self.options.zero_keywords
         options = ShardOptions.of(**{name: given[name] for name in ShardOptions.__dataclass_fields__ if name in given})
-        parameters, numbers = list(model.parameters()), NUMBER_WIDTHS[self.options.precision_name]
-        if parameters:
-            # par-zero counts the bytes of a bucket in the dtype that it packs: if parameters are cast to a narrower
-            # dtype first, as many bytes hold more elements.
-            trained = optimizer is not None and all(each.requires_grad for each in parameters)
-            more = parameters[0].element_size() // (numbers.master if trained else numbers.weight)
-            bucket = options.overlap.bucket_of(ranks) * max(1, more)
-            options = replace(options, overlap=replace(options.overlap, bucket=bucket))
         shares = share_of_experts(model, self.groups)
-        options = replace(options, overlap=replace(options.overlap, inflight=self.inflight_of(shares)))
+        options = replace(
+            options,
+            precision=MixedPrecision(**self.zero_precision(optimizer)),
+            overlap=replace(options.overlap, inflight=self.inflight_of(shares)),
+        )
         experts = [(share.parameters or (), dist.get_world_size(share.group)) for share in shares]
         return model_sizes(
             model,
             optimizer,
             stage=self.options.stage,
-            ranks=ranks,
+            ranks=self.groups.size(self.averaged_over),
             options=options,
             experts=experts[0] if experts else ((), 1),
+            gloo=self.device.type == "cpu",
+            microbatches=self.job().microbatches,
         )
 
     def job(self) -> TrainingJob:

@@ -165,7 +165,7 @@ class Strategy(StrategyFiles):
         job, gloo = self.job(), self.device.type == "cpu"
         if model is None:
             sizes = [bundle.sizes for bundle in self._bundles if bundle.sizes is not None]
-            return plan_models(sizes, self.groups.topology, job, self.schedule, gloo=gloo)
+            return plan_models(sizes, self.groups.topology, job, self.schedule)
         microbatches = self.make_schedule().microbatches
         batch = microbatches * self.groups.size(self.data_axes) if batch is None else batch
         name = self.options.pipeline_keywords.get("schedule", "1f1b")

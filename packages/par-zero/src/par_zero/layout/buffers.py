@@ -1,6 +1,6 @@
 """Pool of flat buffers that chunks borrow one after the other."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
 import torch
@@ -8,28 +8,6 @@ import torch
 from .meter import BUFFERS, Meter
 
 _Buffer = TypeVar("_Buffer")
-
-
-def buffer_elements(chunks: Sequence[int], inflight: int, *, kept: int | None = None) -> int:
-    """Return the largest number of elements of the buffers that reductions of some chunks need at a time.
-
-    If no chunk is larger than an earlier one, each buffer keeps the size of the chunk that it was made for. Otherwise a
-    small chunk may use the largest buffer when the largest chunk needs one, and after a few passes all buffers are as
-    large as the largest chunk. But in one pass a chunk makes at most one buffer, and none if it gets a kept buffer.
-
-    Args:
-        chunks: Number of elements of each chunk, in the order of their reductions.
-        inflight: Number of chunks whose reductions are in flight at a time.
-        kept: Number of buffers that are kept between passes, if the order of chunks may change. None: the order never
-            changes.
-    """
-    by_size = sorted(chunks, reverse=True)
-    if kept is None and list(chunks) == by_size:
-        return sum(chunks[:inflight])
-    lent = by_size[:1] * min(inflight, len(chunks))
-    if kept is None:
-        return sum(lent)
-    return min(sum(lent), sum(by_size[:1] * min(kept, len(chunks)) + by_size[: max(0, len(chunks) - kept)]))
 
 
 class BufferPool(Generic[_Buffer]):

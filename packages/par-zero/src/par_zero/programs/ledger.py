@@ -56,21 +56,25 @@ class ChunkBytes:
 
     Args:
         unit: Name of the unit of the chunk; None below stage 3.
+        full: Bytes of the full parameters, as the module uses them.
         gradient: Bytes of one rank's gradients before the reduction; 0 if the chunk is not trained.
         shard: Bytes of this rank's shard of the sum; 0 if gradients are not sharded.
         arriving: Bytes of the gradients that autograd allocates, until they are copied.
         cast: Bytes of the sum in the optimizer's dtype.
         received: Bytes of the separate receive buffer of a reduce-scatter.
+        share: Index of its data-parallel group: 0 for `group` of `shard`, then `expert_groups`. Default: 0.
         is_pair: Whether one all-reduce sums the gradients of two ranks in place. Default: False.
         is_written: Whether the sum is written to a disk. Default: False.
     """
 
     unit: str | None
+    full: int
     gradient: int
     shard: int
     arriving: int
     cast: int
     received: int
+    share: int = 0
     is_pair: bool = False
     is_written: bool = False
 
@@ -154,13 +158,18 @@ class ZeroProgram:
             pass
         return state.held()
 
-    def peak(self) -> dict[str, int]:
+    def peak(self, *ops: str) -> dict[str, int]:
         """Return the bytes by kind at the entry with the largest sum of bytes.
 
         Gradients that autograd has just allocated count at the entry that copies them.
+
+        Args:
+            ops: Events and actions to consider, such as "C" and "gather". Default: all of them.
         """
-        fullest: dict[str, int] = {}
+        fullest = dict.fromkeys((UNITS, GRADIENTS, BUFFERS), 0)
         for entry, held in self.walk():
+            if ops and entry.op not in ops:
+                continue
             # Autograd's own gradients and the buffer exist at the same time during the copy, and only then.
             if entry.op == "C":
                 held[GRADIENTS] += self.chunks[entry.of].arriving

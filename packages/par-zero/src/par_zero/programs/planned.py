@@ -5,62 +5,16 @@ from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 
 from .._policies import ShardOptions
-from .._stage import STAGES, ZeroStage
+from .._stage import ZeroStage
 from .._tiers import Home
 from ..layout.plan import ChunkPlan
 from ..layout.sharers import DataParallelGroup
-from ..layout.sizes import plan_module
 from ..layout.units import outer_units, unit_names
 from ..offload.plan import ChunkTiers
 from .ledger import ChunkBytes, ZeroProgram
-from .predict import RegisteredModel, RegisteredUnit, predict_steps
-
-
-def predict_program(
-    module: nn.Module,
-    optimizer: Optimizer | Sequence[Optimizer] | None = None,
-    *,
-    stage: int,
-    ranks: int,
-    options: ShardOptions | None = None,
-    expert_groups: Sequence[tuple[Sequence[nn.Parameter], int]] = (),
-    gloo: bool = False,
-    microbatches: int = 1,
-    no_sync: bool = False,
-    accumulates: bool = False,
-) -> ZeroProgram:
-    """Return the program of a step of a module that is not sharded yet, without changing it or communicating.
-
-    Its `peak` is the memory of units, gradients and buffers at the peak of a step. For a sharded module that has not
-    run yet, `program` returns the program of a step of one forward and one backward.
-
-    Args:
-        module: Module, which may be on the meta device.
-        optimizer: Optimizers, as for `shard`.
-        stage: Stage of `shard`, 0 to 3.
-        ranks: Number of ranks that shard the parameters.
-        options: Options of `shard`; None: the defaults. Without `Overlap(inflight=...)` two reductions are in flight.
-        expert_groups: Parameters and number of ranks of each of the `expert_groups` of `shard`.
-        gloo: Whether ranks reduce over gloo, which receives into a buffer as large as the gradients of a chunk.
-            Default: False.
-        microbatches: Number of forward and backward passes in a step. Default: 1.
-        no_sync: Whether all passes but the last are under `no_sync`, which then keeps units. Default: False.
-        accumulates: Whether the gradients of a step are still there in the next one. Default: False.
-    """
-    options = options or ShardOptions()
-    plans, modules = plan_module(
-        module, optimizer, stage=stage, ranks=ranks, options=options, expert_groups=expert_groups
-    )
-    units = register_units(module, modules, plans) if STAGES[stage].shards_parameters else ()
-    counts = (ranks, *(count for _, count in expert_groups))
-    model = register_model(
-        plans, units, STAGES[stage], options, [PlannedRanks(count=count, receives=gloo) for count in counts]
-    )
-    passes = [*[not no_sync] * (microbatches - 1), True]
-    return predict_steps(replace(model, inflight=model.inflight or 2), passes=passes, accumulates=accumulates)[-1]
+from .predict import RegisteredModel, RegisteredUnit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +87,7 @@ def register_model(
     """
     tiers = tiers or [ChunkTiers(home=Home(), pieces=None, blocks=())] * len(plans)
     chunks = dict[str, ChunkBytes]()
-    optimizers: list[dict[str, list[str]]] = [{} for _ in range(max(plan.owner for plan in plans) + 1)]
+    optimizers: list[dict[str, list[str]]] = [{} for _ in range(max((plan.owner for plan in plans), default=-1) + 1)]
     for plan, each in zip(plans, tiers, strict=True):
         pieces = each.pieces or ()
         if plan.owner >= 0:
@@ -146,15 +100,14 @@ def register_model(
             here = sum(part.stop - part.start for part in pieces if not part.in_pieces) * plan.dtype.itemsize
             found = replace(found, cast=here if found.cast else 0, is_written=found.is_written or not here)
         chunks[plan.name] = found
-    unit_bytes = {
-        unit.name: sum(plan.layout.size * plan.dtype_in_use.itemsize for plan in plans if plan.place.unit == number)
-        for number, unit in enumerate(units)
-        if unit.modules
-    }
     return RegisteredModel(
         sizes=ZeroProgram(
             entries=(),
-            units=unit_bytes,
+            units={
+                unit.name: sum(chunk.full for chunk in chunks.values() if chunk.unit == unit.name)
+                for unit in units
+                if unit.modules
+            },
             chunks=chunks,
             shards_gradients=stage.shards_gradients,
             kept_buffers=options.overlap.inflight or 2,
@@ -177,6 +130,8 @@ def _chunk_bytes(plan: ChunkPlan, unit: str | None, stage: ZeroStage, own: Plann
     cast = sum(max(0, min(stop, high) - max(start, low)) for start, stop in slices) * plan.dtype.itemsize
     return ChunkBytes(
         unit=unit,
+        full=layout.size * plan.dtype_in_use.itemsize,
+        share=plan.share,
         gradient=gradient,
         shard=layout.shard * reduced.itemsize if home.gradients != "host" else 0,
         arriving=plan.arriving,
