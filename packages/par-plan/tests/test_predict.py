@@ -110,7 +110,7 @@ def test_plan_of_a_built_model_equals_the_formulas():
     assert {move.what: move.bytes for move in transfers} == {
         "gradients": 2 * 10 * chunk * 7 / 8,
         "parameters": 2 * (10 + 8) * chunk * 7 / 8,  # the last two units of forward stay for backward
-        "flags": 2 * 6 * 4 * 7 / 8,
+        "flags": 2 * 4 * 4 * 7 / 8,
     }
     assert planned(model, optimizer, options, 1, job)[1] == ()
 

@@ -25,7 +25,7 @@ from .offload.tier import DiskTier, DiskUsage
 from .optimizer.assembly import Assembly
 from .placement.moments import Trace
 from .placement.room import Room
-from .programs.agreement import FLAGS, Agreement
+from .programs.agreement import Agreement
 from .programs.book import PassBook
 from .programs.executor import Executor
 from .programs.ledger import ZeroProgram
@@ -87,7 +87,9 @@ class Engine:
         self._steps: StepBook | None = None
         if stage.shards_parameters:
             flags = sharers.device_of_flags(chunks[0].device)
-            agreement = Agreement(units, sharers.gathering, flags, self._reducer, flags=FLAGS + (room is not None))
+            # Two flags of a pass, one more if replicas learn an order of reductions, and one of a budget.
+            count = 2 + bool(sharers.beside_gathering) + (room is not None)
+            agreement = Agreement(units, sharers.gathering, flags, self._reducer, flags=count)
             book = _book_of(units, room, optimizers, agreement.most)
             self._steps = book if isinstance(book, StepBook) else None
             executor = Executor(units, book, agreement, self._reducer)

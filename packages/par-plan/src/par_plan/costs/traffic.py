@@ -98,7 +98,7 @@ def flags_traffic(zero: int, ranks: int, axis: str) -> AxisTraffic:
         ranks: Number of data ranks.
         axis: Name of the axis, as in `AxisTraffic`.
     """
-    numbers = 6 if zero == 3 else 2  # int32
+    numbers = 4 if zero == 3 else 2  # int32
     return AxisTraffic(axis=axis, what="flags", operations=1, bytes=2 * (ranks - 1) / ranks * 4 * numbers)
 
 

@@ -13,25 +13,20 @@ from .._collectives import largest_of
 from .._unit import Unit
 from ..reduce.reducer import Reducer
 
-FLAGS = 2
-"""Number of flags in every comparison, in addition to the flag of a budget."""
-
 
 class PassEnd(IntEnum):
     """Ways to end a pass. The values are negative because a comparison also takes unit numbers, from 0 up."""
 
     BACKWARD = -1
-    LATE = -2  # also ends backward, and has received gradients of chunks whose reductions had begun
-    EVALUATION = -3
-    UNREDUCED = -4
-    FORWARD = -5
+    EVALUATION = -2
+    UNREDUCED = -3
+    FORWARD = -4
 
     @property
     def text(self) -> str:
         """Text for error messages: an action of a rank that ends a pass this way."""
         return {
             PassEnd.BACKWARD: "ends backward",
-            PassEnd.LATE: "ends backward",
             PassEnd.EVALUATION: "ends a forward without gradients",
             PassEnd.UNREDUCED: "ends a backward that reduces no gradients",
             PassEnd.FORWARD: "begins backward",
@@ -53,14 +48,11 @@ class Compared(NamedTuple):
     """The result of a comparison.
 
     Args:
-        what: The smallest number of what the ranks do next, without steps. It is equal on all ranks, except for the
-            ends of backward.
         alike: Whether all ranks passed the same detail.
         least: The smallest detail of all ranks.
         flags: One boolean per flag: whether any rank has set it.
     """
 
-    what: int
     alike: bool
     least: int
     flags: list[bool]
@@ -75,7 +67,10 @@ class Agreement:
             reaches all ranks.
         device: Device of the compared numbers.
         reducer: Reducer that begins the same reductions on all ranks before they raise.
-        flags: Number of flags in a comparison, the same on all ranks.
+        flags: Number of flags in a comparison, two or more, the same on all ranks.
+
+    Attributes:
+        flags: Number of flags in a comparison.
     """
 
     def __init__(
@@ -85,10 +80,10 @@ class Agreement:
         device: torch.device,
         reducer: Reducer,
         *,
-        flags: int = FLAGS,
+        flags: int = 2,
     ) -> None:
         self._units, self._groups, self._device, self._reducer = tuple(units), tuple(groups), device, reducer
-        self._flags = flags
+        self.flags = flags
         self._steps = 0  # steps of optimizers since the last end of a pass
 
     def count_step(self) -> None:
@@ -107,8 +102,7 @@ class Agreement:
         """Compare the next step of this rank with all other ranks.
 
         Args:
-            what: Number of the unit that this rank needs, or a `PassEnd`. It must be equal on all ranks, except that
-                only some ranks may end backward with late gradients.
+            what: Number of the unit that this rank needs, or a `PassEnd`. It must be equal on all ranks.
             detail: An int32 that may differ between ranks.
             flags: Flags to combine over the ranks, at most the number that the constructor received.
 
@@ -116,21 +110,19 @@ class Agreement:
             RuntimeError: The ranks need different units, end the pass differently, or have taken different numbers of
                 steps since the last end of a pass. All ranks raise.
         """
-        steps = 0
         if what < 0:
             # A rank that has left out a step holds a shard of older weights than the others.
-            steps, self._steps = self._steps, 0
-            what = _with_steps(what, steps)
+            what, self._steps = _with_steps(what, self._steps), 0
         # Padding to one shape: another rank may compare something else, with another number of flags.
-        room = [False] * (self._flags - len(flags))
+        first, second, *more = [*flags, *[False] * (self.flags - len(flags))]
         # The maximum of a number and of its negative shows in one all-reduce whether the number is equal on all ranks.
-        numbers = [what, -what, detail, -detail, *flags, *room]
+        # If it is equal, the lowest bit of the maximum is a flag that any rank has set. If not, all ranks raise.
+        numbers = [2 * what + first, -2 * what + second, detail, -detail, *more]
         most, least, most_detail, least_detail, *told = largest_of(numbers, self._groups, self._device)
-        ends_of_backward = _with_steps(PassEnd.BACKWARD, steps), _with_steps(PassEnd.LATE, steps)
-        if most != -least and (most, -least) != ends_of_backward:
+        if most >> 1 != -(least >> 1):
             self._refuse(what)
-        smallest = -least if least <= 0 else _parted(-least)[0]
-        return Compared(smallest, most_detail == -least_detail, -least_detail, [bool(flag) for flag in told])
+        set_flags = [bool(flag) for flag in (most & 1, least & 1, *told)]
+        return Compared(most_detail == -least_detail, -least_detail, set_flags)
 
     def meet(self, number: int) -> None:
         """Compare whether all ranks need the same unit, which is in no program.

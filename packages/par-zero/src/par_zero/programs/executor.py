@@ -32,7 +32,7 @@ from itertools import chain
 
 from .._unit import Unit
 from ..reduce.reducer import Reducer
-from .agreement import FLAGS, Agreement, PassEnd
+from .agreement import Agreement, PassEnd
 from .book import Pass, PassBook, PassKind
 from .compiler import ROOT, find_event, over_at
 from .entries import BACKWARD, PassAction, PassEvent, PassSegment
@@ -147,37 +147,34 @@ class Executor:
             # reduction before all ranks are known to end backward.
             self._reducer.reduce_rest()
 
-    def end_reducing(self, flags: Sequence[bool], late: bool) -> tuple[list[bool], bool]:
+    def end_reducing(self, flags: Sequence[bool]) -> list[bool]:
         """End a pass that reduces gradients: see `BackwardHooks.compare`."""
-        return self._end_pass(PassEnd.LATE if late else PassEnd.BACKWARD, flags)
+        return self.end_pass(PassEnd.BACKWARD, flags)
 
-    def end_pass(self, end: PassEnd) -> None:
-        """End a pass that reduces no gradients together with all ranks: see `_end_pass`."""
-        self._end_pass(end, ())
-
-    def _end_pass(self, end: PassEnd, flags: Sequence[bool]) -> tuple[list[bool], bool]:
+    def end_pass(self, end: PassEnd, flags: Sequence[bool] = ()) -> list[bool]:
         """End a pass together with all ranks. All-reduces a few int32 numbers.
 
         Args:
             end: Way in which the pass ends.
-            flags: Flags to combine over the ranks, at most two.
+            flags: Flags to combine over the ranks. Default: none.
 
         Returns:
-            One boolean per flag: whether any rank has set it. And whether any rank has received late gradients.
+            One boolean per flag: whether any rank has set it.
 
         Raises:
             RuntimeError: The ranks end the pass differently, or some ranks need another unit. All ranks raise.
         """
         self.finish_program()
         current = self._pass
-        # Padding: a rank that ends the pass in another way passes another number of flags, and the shapes must match.
-        room = [False] * (FLAGS - len(flags))
+        # Padding: the flags of the book come last, also if a rank ends the pass in another way, with fewer flags.
+        own = self._agreement.flags - len(self._book.flags)
+        room = [False] * (own - len(flags))
         digest = 0 if current is None else current.digest >> 2  # fits into an int32
-        what, alike, _, told = self._agreement.compare(end, digest, [*flags, *room, *self._book.flags])
+        alike, _, told = self._agreement.compare(end, digest, [*flags, *room, *self._book.flags])
         if current is not None:
-            self._book.end_pass(current, alike=alike, flags=told[FLAGS:])
+            self._book.end_pass(current, alike=alike, flags=told[own:])
         self.forget_pass()
-        return told[: len(flags)], what == PassEnd.LATE
+        return told[: len(flags)]
 
     def end_step(self) -> None:
         """End the step after the optimizer has updated the parameters and all units were freed."""

@@ -23,15 +23,15 @@ class BackwardHooks:
         before_last: Function that is called when backward has ended, before the ranks are compared. Default: does
             nothing.
         compare: Function that compares the ranks of the shards at the end of a pass, and may raise. It receives this
-            rank's flags and whether gradients arrived late, and returns both, combined over the ranks. None (default):
-            the reducer exchanges the flags, and late gradients raise an error.
+            rank's flags, the second of which is whether gradients arrived late, and returns them combined over the
+            ranks. None (default): the reducer exchanges the flags, and late gradients raise an error.
         at_end: Functions that are called after each pass. `reduced=` specifies whether gradients were reduced. Default:
             none.
     """
 
     at_start: list[Callable[[], None]] = field(default_factory=list)
     before_last: Callable[[], None] = lambda: None
-    compare: Callable[[Sequence[bool], bool], tuple[list[bool], bool]] | None = None
+    compare: Callable[[Sequence[bool]], list[bool]] | None = None
     at_end: list[Callable[..., None]] = field(default_factory=list)
 
 

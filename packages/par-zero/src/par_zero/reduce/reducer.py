@@ -408,10 +408,11 @@ class Reducer:
         mine: list[int] = [had_all, requests_order]
         if self.hooks.compare is not None:
             # First, because ranks that differ raise.
-            (had_on_any, requested), late = self.hooks.compare([had_all, requests_order], late)
             groups = sharers.beside_gathering
+            # Only replicas learn an order at stage 3: without them it is the program's.
+            had_on_any, late, *requested = self.hooks.compare([had_all, late, *[requests_order] * bool(groups)])
             # Replicas, which the comparison has not reached, receive both flags in one number.
-            mine = [had_on_any, requested + _LATE * (late and bool(groups))]
+            mine = [had_on_any, any(requested) + _LATE * (late and bool(groups))]
         self.reduce_rest()
         flags = Flags(mine, groups, self.usage.device)
         # The usage of the previous pass must be exchanged before this pass replaces its flags.
