@@ -37,12 +37,12 @@ def _check_program(record):
 def _check_prediction(record, found, peak):
     """That the peak that was predicted in `shard` is the counted one, or at most that if reductions have no bound.
 
-    It is checked until a step is another than the predicted one: the passes of the first step, forwards and backwards of
-    all units in which all gradients come in the order of registration, perhaps under `no_sync`. Memory then depends on
-    what the loop does, as after evaluations, `summon`, failures, and unused or recomputed units, also in later passes,
-    which follow what earlier ones did. What a disk cannot take stays in memory, and a write may fail later on one rank.
-    Within a budget a policy decides which units stay, and with experts below stage 3 chunks wait until backward has left
-    a section of the model, which no program has.
+    It is checked until a step is another than the predicted one: the passes of the first step, forwards and backwards
+    of all units in which all gradients come in the order of registration, perhaps under `no_sync`. Memory then depends
+    on what the loop does, as after evaluations, `summon`, failures, and unused or recomputed units, also in later
+    passes, which follow what earlier ones did. What a disk cannot take stays in memory, and a write may fail later on
+    one rank. Within a budget a policy decides which units stay, and with experts below stage 3 chunks wait until
+    backward has left a section of the model, which no program has.
     """
     record.is_predicted &= all(map(all, record._reducer.usage._here))
     record.is_predicted &= record.disk_errors not in _FAILED

@@ -1,5 +1,6 @@
 """The recorder that turns the meter's notes of a step into its program."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ..layout.meter import Meter
