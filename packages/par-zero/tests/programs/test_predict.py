@@ -13,7 +13,7 @@ from par_testing import for_each
 from par_zero import MixedPrecision, Offload, Overlap, ShardOptions, memory, predict_step, program, shard
 from par_zero._budget import PeakMemory
 from par_zero._param_groups import param_groups
-from par_zero._shard import _engine_of
+from par_zero._sharded import _engine_of
 from par_zero._stage import STAGES
 from par_zero.layout.sizes import plan_module
 from par_zero.offload.plan import updated_slices
