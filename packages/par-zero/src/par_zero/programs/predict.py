@@ -296,7 +296,8 @@ def _held_after(model: RegisteredModel, program: ZeroProgram) -> HeldMemory:
     def largest(sizes: Sequence[int]) -> tuple[int, ...]:
         return (max(sizes, default=0),) * min(program.kept_buffers, len(sizes))
 
-    chunks = [program.chunks[name] for name in model.trained]
-    received = [chunk.received for chunk in chunks if chunk.received and not chunk.is_pair]
-    lent = [chunk.gradient for chunk in chunks] if program.shards_gradients else []
-    return replace(held, lent=largest(lent), received=largest(received))
+    # Two ranks sum in place, but not if they add to the sum of an earlier pass.
+    scattered = {entry.of for entry in program.entries if entry.op == "scatter"}
+    received = [program.chunks[name].received for name in model.trained if name in scattered]
+    lent = [program.chunks[name].gradient for name in model.trained] if program.shards_gradients else []
+    return replace(held, lent=largest(lent), received=largest([size for size in received if size]))
