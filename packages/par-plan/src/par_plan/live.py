@@ -11,7 +11,7 @@ from par_groups import Topology, format_bytes
 from par_pipeline import Schedule, simulate
 from par_zero import ChunkBytes, PredictedStep, ShardOptions, ZeroProgram, predict_step
 
-from .budget.plan import PREFETCHED, Budget, BudgetPlan, place_within
+from .budget.plan import Budget, BudgetPlan, place_within
 from .budget.tiers import Offloadable
 from .costs.memory import MemoryUse, optimizer_offloaded
 from .costs.traffic import AxisTraffic, flags_traffic, over
@@ -202,14 +202,13 @@ def plan_budget(sizes: ModelSizes, budget: Budget, *, job: TrainingJob, gloo: bo
     step, sharded, numbers = sizes.step, job.zero == 3, job.numbers
     memory = max((sizes.memory_of(program) for program in step.first), key=lambda memory: memory.total)
     kinds = {"parameters": memory.parameters}
-    fullest = max((program.peak(*_BACKWARD) for program in step.first), key=lambda held: sum(held.values()))
+    peaks = [program.peak(*_BACKWARD) for program in step.first]
+    fullest = max(peaks, key=lambda held: sum(held.values()))
     if sharded:
-        # In the first step, a unit is gathered only when the unit before it is freed.
-        kinds["units"] = min(fullest["units"], step.first[0].peak(*_BACKWARD)["units"])
-        kinds[PREFETCHED] = fullest["units"] - kinds["units"]
+        kinds["units"] = fullest["units"]
     # A tensor of the optimizer becomes one in each tier, each with counts that stay on the device.
     counts = (step.optimizer - step.movable) * (bool(budget.host) + bool(budget.disk))
-    buffers = memory.buffers - (fullest["units"] if sharded else 0)
+    buffers = memory.buffers - kinds.get("units", 0)
     kinds |= {"gradients": memory.gradients, "optimizer": memory.optimizer + counts, "buffers": buffers}
     own = sum(each.full / (sizes.ranks[each.share] if job.zero else 1) for each in _trained(step.program))
     sources = [
@@ -231,6 +230,8 @@ def plan_budget(sizes: ModelSizes, budget: Budget, *, job: TrainingJob, gloo: bo
         sources.append(Offloadable(name="parameters", frees=shares, takes=takes, grain=grain))
     beyond = max(0.0, memory.step - memory.buffers)
     spent = place_within(kinds, sources, budget, measures=measures, step=beyond)
+    # In the first step, a unit is gathered only when the unit before it is freed.
+    spent = replace(spent, later=float(sum(fullest.values()) - sum(peaks[0].values())))
     away, fetched = (spent.shares.part(name) for name in ("optimizer", "parameters"))
     if gloo or not away:
         return spent

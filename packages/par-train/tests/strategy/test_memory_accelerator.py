@@ -73,7 +73,7 @@ def test_parameters_leave_an_accelerator_for_its_host_only(tmp_path):
     expected, *_ = trained(None, 3)
     _, spent, *_ = trained({"device": 2**30, "host": 2**30}, 3)
     state = spent.state - spent.kinds.get("other tensors", 0)
-    reserved = 450_000  # inputs of layers, one layer that runs again, and temporary tensors
+    reserved = 590_000  # inputs of layers, one layer that runs again, and tensors that only the first step counts
     device = int(state - 0.5 * spent.kinds["parameters"]) + reserved
     memory = {"device": device, "host": 2**30, "disk": 2**30, "path": str(tmp_path), "activations": reserved}
     losses, less, peaks, _ = trained(memory, 3)

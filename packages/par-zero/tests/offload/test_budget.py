@@ -71,8 +71,8 @@ WITHIN = {
 def test_auto_fits_every_tier_and_changes_no_number(case, tmp_path):
     stage, dtypes, rooms, less = WITHIN[case]
     plain, most, _ = trained(stage, None, **dtypes)
-    # A budget counts the buffers into which gloo reduce-scatters the two chunks in flight. Other backends need none, and
-    # at stage 0 two ranks need them only if they add to the gradients of an earlier pass.
+    # A budget counts the buffers into which gloo reduce-scatters the two chunks in flight. Other backends need none,
+    # and at stage 0 two ranks need them only if they add to the gradients of an earlier pass.
     itemsize = dtypes.get("param_dtype", torch.float32).itemsize
     received = 0 if stage and dist.get_backend() == "gloo" else 2 * WIDTH * WIDTH * itemsize
     budget = {"device": most["device"] + received - less, **rooms}

@@ -11,7 +11,7 @@ from par_groups import format_bytes, format_seconds
 from par_recompute import Choice, Choices
 from par_zero import DiskUsage
 
-from .plan import PREFETCHED, BudgetPlan, least_in_words
+from .plan import BudgetPlan, least_in_words
 from .savings import Saving, spend
 from .tiers import TooSmallError
 
@@ -70,7 +70,7 @@ def plan_measured(spent: BudgetPlan, measured: MeasuredStep) -> MeasuredPlan:
     most = held * sum(max(choice.bytes for choice in one) for one in every)
     layer = max((max(choice.bytes for choice in one) for one in every), default=0)
     on_disk = sum(measured.disk.pieces)
-    expected = spent.state - spent.kinds.get(PREFETCHED, 0.0) + inputs + layer
+    expected = spent.state - spent.later + inputs + layer
     other = max(0.0, measured.other, measured.peak - expected)
     if other:
         text = f"other: {format_bytes(other)} of the device go to tensors that are neither state nor what layers keep."

@@ -20,9 +20,6 @@ from .tiers import Offloadable, TierFractions, TooSmallError, called, most_away,
 ACTIVATIONS = 0.25
 """Part of a device's budget that is left for activations, where there is room elsewhere and nothing is measured."""
 
-PREFETCHED = "prefetched unit"
-"""Kind of the full parameters that stage 3 gathers ahead, from the second step on."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
@@ -55,6 +52,7 @@ class BudgetPlan:
         reasons: A sentence for each choice.
         step: Bytes of the device beside `state` while the optimizer steps, when activations are free: gradients in its
             dtype.
+        later: Bytes of `kinds` that the device needs only from the second step on, such as a prefetched unit.
         is_open: Whether the rest is spent when the first step was measured.
         recalled: Bytes of state that have come back from the disk then.
     """
@@ -64,6 +62,7 @@ class BudgetPlan:
     kinds: Mapping[str, float]
     reasons: tuple[str, ...]
     step: float = 0.0
+    later: float = 0.0
     is_open: bool = False
     recalled: float = 0.0
 
