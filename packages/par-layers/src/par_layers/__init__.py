@@ -54,6 +54,7 @@ from .models.survey.traffic import CommunicationVolume, communication_volumes
 from .modes.grid import Grid
 from .modes.layout import ActivationLayout
 from .modes.modes import register_layer_set
+from .modes.probe import unstable_kernels
 from .modes.rules import ModeRules, ParallelMatmul, WeightSharding
 
 __version__ = "0.1.0"
@@ -142,6 +143,7 @@ __all__ = [
     "select_experts",
     "sync_aux_loss_",
     "uniform",
+    "unstable_kernels",
     "update_correction_bias_",
     "verify_plan",
 ]

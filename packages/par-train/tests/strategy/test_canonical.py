@@ -349,6 +349,15 @@ def test_compiled_models_are_refused():
         strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+@pytest.mark.ranks(1)
+def test_kernels_with_other_bits_are_refused_by_name(monkeypatch):
+    softmax = nn.functional.softmax
+    monkeypatch.setattr(nn.functional, "softmax", lambda x, dim: softmax(x - x.mean(0), dim))
+    model, options = nn.Linear(4, 4), {"numerics": "canonical", "lanes": {"data": 2, "tensor": 2}}
+    with Strategy(**options) as strategy, pytest.raises(ValueError, match="other bits for a softmax or norm of a row"):
+        strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
 @pytest.mark.ranks(2)
 def test_too_few_losses_raise_on_every_rank():
     model = nn.Linear(4, 4)

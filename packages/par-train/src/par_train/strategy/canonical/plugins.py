@@ -3,12 +3,13 @@
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from par_groups import ProcessGroups, is_compiled, segments_of, sharding_of
-from par_layers import active_dropouts
+from par_layers import active_dropouts, unstable_kernels
 from par_pipeline import PipelineStages
 from par_precision import ExactSums
 
@@ -118,6 +119,13 @@ def _check(model: nn.Module, strategy: Setup) -> None:
     Raises:
         ValueError: Something else would depend on the topology.
     """
+    dtype = torch.bfloat16 if strategy.options.precision_name == "bf16" else torch.float32
+    unstable = unstable_kernels(strategy.device, dtype, lanes=strategy.layers.rules.lanes.tensor)
+    if unstable:
+        raise ValueError(
+            f"numerics='canonical': on this {strategy.device.type}, torch {torch.__version__} has other bits for "
+            f"{', '.join(unstable)}; use another version of torch, or numerics='ordinary'"
+        )
     for name, module in model.named_modules():
         if is_compiled(module):
             raise ValueError(
