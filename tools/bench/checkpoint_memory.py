@@ -33,9 +33,10 @@ def main() -> None:
     """Measures every case."""
     rows = [row for case in CASES for row in measured(case)]
     note = (
-        f"{TENSORS} fp32 tensors of {SHAPE[0]} x {SHAPE[1]}, budget {BUDGET / 1e6:.0f} MB. Growth: the most that a "
-        "rank had resident during the call, less what it had before; the page cache is the system's and not counted. "
-        "Each call is the first of its process: modules that it loads and its communicator are counted, too."
+        f"{TENSORS} fp32 tensors of {SHAPE[0]} x {SHAPE[1]}, budget {BUDGET / 1e6:.0f} MB. Growth is a "
+        "rank's peak resident memory during the call minus its resident memory before it (lower is better), without "
+        "the page cache. Each call is the first of its process, so it includes the modules that it imports and its "
+        "communicator."
     )
     write("checkpoint_memory", "Memory of saving and loading", rows, note)
 

@@ -115,30 +115,34 @@ def main() -> None:
         print("\n\n".join("\n".join(table(found)) for found in (rows, held, reached) if found))
         return
     of_time = (
-        f"Forward and backward of one attention, fp32, one row, {HEADS} heads of {HEAD}, on gloo ranks with one thread "
-        f"each. One process is torch's attention, document by document where the row is packed; with a window it is "
-        "our own attention on one rank. A share of its time is a half, as there are two cores, however many ranks, and "
-        "1.00 is the ideal; a share of its CPU time is that of a rank. Times are those of the slowest rank, medians of "
-        f"{chosen.turns} turns; ratios are medians of the ratios within a turn. Bare is the limit of a mode on this "
-        "machine, measured in the same turns: as many elements in as few messages, then the calls of the same kernels, "
-        "on all ranks at once; nothing is added up or copied, but for one copy of each message of ulysses, from the "
-        "order of tokens to that of heads or back. Waits is the share of its time in which the rank that waits most "
-        f"computes nothing. {THEIRS} is version 0.5.20."
+        f"Forward and backward of one attention call: fp32, one sequence, {HEADS} heads of {HEAD} features, gloo "
+        f"ranks with one thread each. Times are those of the slowest rank, medians of {chosen.turns} rounds; "
+        "ratios are medians of the ratios within a round. Lower is better in all columns. The baseline *one "
+        "process* is torch's attention, called once per document if the sequence is packed. With a window it is "
+        "par's attention on one rank. The machine has two cores, so the ideal time of any number of ranks is half "
+        "of the baseline's, which the table shows as 1.00. The ideal CPU time of a rank is the baseline's divided "
+        "by the number of ranks. *Bare* is the lower bound of a mode on this machine, measured in the same "
+        "rounds: the same number of bytes in as few messages, then the same kernels, on all ranks at once. It "
+        "adds and copies nothing, except for one copy of each message of ulysses, from the order of tokens to the "
+        "order of heads or back. *Waits* is the part of its time in which a rank computes nothing, for the rank "
+        f"that waits most. {THEIRS} is version 0.5.20."
     )
     of_memory = (
-        f"A step of {BLOCKS} blocks of width {WIDTH} with 4 heads and 2 key heads, fp32, causal, of one row over all "
-        "ranks: what a process needs at most over what it had before, of the rank that needs most."
+        f"Peak memory of a training step of {BLOCKS} causal blocks (width {WIDTH}, 4 heads, 2 key heads, fp32) on "
+        "one sequence that all ranks share. Each number is the growth of a process during the step, for the rank "
+        "that grows most."
     )
     of_longest = (
-        f"The longest row whose step needs no more memory on any rank than one rank needs for {LONGEST} tokens, and "
-        f"what it is to that many tokens a rank. Tried from there down, each time {FINEST} tokens a rank less."
+        f"The longest sequence whose step needs no more memory on any rank than one rank needs for {LONGEST} "
+        f"tokens, and its ratio to {LONGEST} tokens per rank (higher is better). The search begins there and takes "
+        f"{FINEST} tokens per rank less each time."
     )
     sections = [
         Section(title="Time", note=of_time, rows=rows),
         Section(title="Memory", note=of_memory, rows=held),
         Section(title="Longest sequence", note=of_longest, rows=reached),
     ]
-    write_sections("context", "Attention over a sequence that is cut", sections)
+    write_sections("context", "Context parallelism: time and memory", sections)
 
 
 def times(name: str, case: Case, turns: int) -> list[dict[str, object]]:

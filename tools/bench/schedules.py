@@ -31,10 +31,12 @@ print(json.dumps([time.perf_counter() - start, int(line.split()[1]) / 1024]))
 def main() -> None:
     """Writes a row a schedule."""
     note = (
-        f"{RANKS} ranks with {MICROBATCHES} microbatches. The forward of a whole rank takes one unit of time, its "
-        "input and weight gradient one each; a stage of two on a rank takes half of that. Peak: activations, each of a "
-        f"whole rank and one microbatch. Seconds: medians of {RUNS} runs, with the listing of the actions. MB: all of "
-        "a fresh process that simulates 1,000 ranks with 10,000 microbatches, as are its seconds."
+        f"{RANKS} ranks with {MICROBATCHES} microbatches. Each rank takes one unit of time for the forward of a "
+        "microbatch, one for its input gradient and one for its weight gradient. If a rank has two stages, each stage "
+        "takes half of that. Peak is the number of activations that a rank holds at most, where 1 is one microbatch on "
+        f"a full rank. Seconds are the time to list and simulate the actions, medians of {RUNS} runs. MB and the "
+        "seconds next to it belong to a fresh process that simulates 1,000 ranks with 10,000 microbatches. Lower is "
+        "better in all columns."
     )
     write("schedules", "Schedules, simulated", [row(name) for name in NAMES], note)
 

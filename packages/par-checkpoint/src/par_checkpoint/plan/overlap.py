@@ -203,11 +203,11 @@ class Stretch:
 class BoxIndex:
     """An index of the boxes of identically sharded tensors, which finds the holders of a range of elements.
 
-    Everything is computed when it is first asked for: most tensors are one box that all ranks hold, and cost little.
+    Each property is computed on first use. Most tensors are one box that all ranks hold, and need few of them.
 
     Args:
         boxes: The boxes and their holders.
-        cut: The boxes alone.
+        cut: The same boxes without their holders.
     """
 
     def __init__(self, boxes: Boxes, cut: Cut) -> None:

@@ -85,7 +85,7 @@ class LocalFolder:
         self._seen, self._generation = self.path, None
 
     def use(self, manifest: Manifest | None) -> None:
-        """Read the folder again; the manifest names the subfolder of the files."""
+        """Find the folder again after a commit, and read files from the subfolder that the manifest names."""
         self.recover()
         self._generation = "" if manifest is None else manifest.generation
 

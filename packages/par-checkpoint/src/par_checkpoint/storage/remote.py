@@ -57,7 +57,7 @@ class RemoteFolder:
 
     Args:
         url: The folder's URL.
-        at: Called with the name of each step of a commit.
+        at: Function that is called with the name of each step of a commit.
     """
 
     cached = False

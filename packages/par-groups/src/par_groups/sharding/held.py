@@ -26,7 +26,9 @@ Rectangle = tuple[Shape, Shape]
 
 @dataclass(frozen=True, eq=False)
 class ClaimTable:
-    """Key, dtype and global shape of another rank's tensors, which each iteration decodes again.
+    """Key, dtype and global shape of another rank's tensors, as the compressed bytes that the rank sent.
+
+    Each iteration decodes the bytes again, so that the tables of many ranks take little memory.
 
     Args:
         data: Bytes from `Claims.table`.

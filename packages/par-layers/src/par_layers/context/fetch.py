@@ -264,7 +264,7 @@ def hops(table: KeyTransfers) -> Hops:
 
 
 def _expanded(starts: Ints, stops: Ints) -> Ints:
-    """Return the tokens of ranges, concatenated."""
+    """Return all token indices of some ranges, one range after the other."""
     lengths = stops - starts
     before = np.cumsum(lengths) - lengths
     result: Ints = np.arange(lengths.sum()) + np.repeat(starts - before, lengths)

@@ -148,12 +148,12 @@ def _links(placement: StagePlacement, microbatches: int, costs: StageCosts) -> d
 
 @dataclass(slots=True)
 class _Messages:
-    """The messages that are under way between stages.
+    """The messages in flight between stages, by number.
 
     Args:
-        arrival: When a message that is sent arrives; it leaves this table when it is taken.
-        waiting: The rank that waits for a message.
-        ready: Ranks that can go on.
+        arrival: Arrival times of messages that were sent and not yet received, in seconds.
+        waiting: Rank that waits for each message.
+        ready: Ranks that can continue, because their message was sent.
     """
 
     arrival: dict[int, float] = field(default_factory=dict)

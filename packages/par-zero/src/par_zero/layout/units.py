@@ -154,7 +154,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def places(root: nn.Module, units: Sequence[Sequence[nn.Module]]) -> dict[nn.Parameter, UnitPlace]:
-    """Return the unit and the called modules of each parameter of a module."""
+    """Return for each parameter its unit and the numbers of the modules that hold it and are called."""
     items: dict[nn.Parameter, tuple[int, ...]] = {}
     for number, module in enumerate(called(root)):
         for parameter in module.parameters():

@@ -113,7 +113,7 @@ class FreedParameter(Guarded, nn.Parameter):
 
     @property
     def par_part(self) -> torch.Tensor:
-        """See `Guarded`."""
+        """This rank's shard, flat: the tensor on the host if the parameter is offloaded, otherwise its own memory."""
         return super().par_part if self.par_freed.on_host is None else self.par_freed.on_host
 
 
