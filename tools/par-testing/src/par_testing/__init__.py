@@ -17,7 +17,16 @@ if TYPE_CHECKING:
     from .accelerator.by_default import default_device_type
     from .accelerator.errors import HostAccessError, RaceError, StrictDeviceError
     from .accelerator.options import Accelerator, Costs, accelerator_type
-    from .accelerator.times import device_times, host_works, own_host_time, pageable_seen, races_seen, waits_seen
+    from .accelerator.times import (
+        device_times,
+        host_moment,
+        host_works,
+        own_host_time,
+        pageable_seen,
+        races_seen,
+        wait_until_moment,
+        waits_seen,
+    )
     from .counting.counting import Collective, Counted, count_collectives
     from .counting.memory import live_bytes, live_storages, peak_bytes, saved_bytes
     from .counting.modules import modules_called
@@ -55,6 +64,7 @@ __all__ = [
     "device_times",
     "fail_at",
     "for_each",
+    "host_moment",
     "host_works",
     "keep_fp64",
     "label",
@@ -77,6 +87,7 @@ __all__ = [
     "strict_time",
     "virtual_streams",
     "wait_until",
+    "wait_until_moment",
     "waits_seen",
 ]
 
@@ -84,7 +95,16 @@ _LATE = {
     "accelerator.by_default": ("default_device_type",),
     "accelerator.errors": ("HostAccessError", "RaceError", "StrictDeviceError"),
     "accelerator.options": ("Accelerator", "Costs", "accelerator_type"),
-    "accelerator.times": ("device_times", "host_works", "own_host_time", "pageable_seen", "races_seen", "waits_seen"),
+    "accelerator.times": (
+        "device_times",
+        "host_moment",
+        "host_works",
+        "own_host_time",
+        "pageable_seen",
+        "races_seen",
+        "wait_until_moment",
+        "waits_seen",
+    ),
     "counting.counting": ("Collective", "Counted", "count_collectives"),
     "_faults": ("Fault", "InjectedFault", "fail_at"),
     "_for_each": ("for_each", "storm"),

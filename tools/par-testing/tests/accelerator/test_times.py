@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from par_testing import Costs, device_times, host_works, own_host_time
+from par_testing import Costs, device_times, host_moment, host_works, own_host_time, wait_until_moment
 
 LAYERS, SIZE = 4, 64
 COPY, PRODUCT = 4 * SIZE * SIZE / 1e6, 2 * SIZE**3 / 1e8  # seconds, by the rates below
@@ -102,6 +102,27 @@ def test_two_threads_get_the_same_turns_in_each_run():
             begin = times.timeline[0].begin - 1
             found.append((times.total, [(span.begin - begin, span.end - begin) for span in times.timeline]))
     assert found == [(11.0, [(1.0, 5.0), (5.0, 11.0)])] * 5
+
+
+@pytest.mark.accelerator(costs=Costs(memory=1e30, launch=0.0, host=1.0))
+def test_wait_for_another_thread_takes_its_virtual_time():
+    def worker():
+        host_works(3)
+        moments.append(host_moment())
+        host_works(5)
+
+    moments = []
+    with ThreadPoolExecutor(1) as pool:
+        x = torch.ones(8, device="strict")
+        torch.accelerator.synchronize()
+        device_times()
+        pool.submit(own_host_time(worker)).result()
+        host_works(1)
+        wait_until_moment(moments[0])
+        x.add_(1)
+        assert device_times().total == pytest.approx(3.0)
+        wait_until_moment(moments[0])
+        assert device_times().total == 0
 
 
 @pytest.mark.accelerator

@@ -88,6 +88,23 @@ def own_host_time(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
+def host_moment() -> object:
+    """Return the present of this thread in virtual time, for a thread that is made to wait for it."""
+    return state.native.host_now()
+
+
+def wait_until_moment(moment: object) -> None:
+    """Let this thread go on no earlier than a moment of another thread's time.
+
+    A lock or a `Future` makes a thread wait in real time only. Take the moment in the other thread before it notifies
+    this one, and call this when the wait has ended, so that the wait also takes virtual time.
+
+    Args:
+        moment: What `host_moment` has returned in the other thread.
+    """
+    state.native.host_waits_until(moment)
+
+
 def wait_for_jobs() -> None:
     """Wait until functions of `own_host_time` have returned, for what they still issue may come earlier.
 

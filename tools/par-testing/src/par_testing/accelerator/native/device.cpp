@@ -285,6 +285,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     Locked lock(mutex_);
     jobs_--;
   });
+  m.def("host_now", [] {
+    Locked lock(mutex_);
+    return host_now();
+  });
+  m.def("host_waits_until", [](const When& moment) {
+    Locked lock(mutex_);
+    host_now() = latest({host_now(), moment});
+  });
   m.def("jobs", [] {
     Locked lock(mutex_);
     return jobs_;
