@@ -17,23 +17,19 @@ from torch.optim import Optimizer
 
 from par_groups import agree, together
 
-from ._param_groups import ParamGroup, in_a_row, param_groups
 from ._policies import ShardOptions
-from ._stage import STAGES, ZeroStage
 from ._tiers import TIERS, Offload, least_in_words
 from .layout.meter import BUFFERS, GRADIENTS
 from .layout.packing import ALIGNMENT, ChunkLayout
-from .layout.plan import ChunkPlan
-from .layout.sharers import DataParallelGroup
+from .layout.plan import ChunkPlan, ModelPlan
 from .layout.sizes import plan_module
-from .layout.units import tensors_of
 from .offload.pieces import PAGE, pages
 from .offload.plan import ChunkTiers, UpdatedSlices, assign_tiers, slots_by_group, unit_bytes, updated_slices
 from .optimizer.probe import state_counter_bytes
 from .placement.room import Room
 from .programs.ledger import ZeroProgram
-from .programs.planned import PlannedRanks, register_model, register_units
-from .programs.predict import RegisteredModel, RegisteredUnit, predict_steps
+from .programs.planned import register_model
+from .programs.predict import RegisteredModel, predict_steps
 
 TierBytes = Mapping[str, Mapping[str, int]]
 """Bytes by tier and kind."""
@@ -49,33 +45,17 @@ class PeakMemory:
     flight if the options set no bound.
 
     Args:
-        plans: The chunks, which have no memory yet, in backward order.
-        groups: Param groups of all optimizers.
-        stage: ZeRO stage.
-        options: Dtypes, and the number of chunks that are reduced at a time.
-        units: Units at stage 3; empty below stage 3.
-        ranks: Ranks of each data-parallel group.
-        unpacked: Bytes of the module's parameters and buffers that no chunk contains.
+        model: Plan of the module.
     """
 
-    def __init__(
-        self,
-        plans: Sequence[ChunkPlan],
-        groups: Sequence[ParamGroup],
-        stage: ZeroStage,
-        options: ShardOptions,
-        *,
-        units: Sequence[RegisteredUnit],
-        ranks: Sequence[PlannedRanks],
-        unpacked: int = 0,
-    ) -> None:
-        self._plans, self._stage, self._options, self._unpacked = plans, stage, options, unpacked
-        self._units, self._ranks = units, ranks
-        self._slots = slots_by_group(plans, groups)
+    def __init__(self, model: ModelPlan) -> None:
+        self._model = model
+        self._slots = slots_by_group(model)
         self._counter_bytes = {
-            key: state_counter_bytes(groups[key[0]].optimizer, groups[key[0]].settings, key[1]) for key in self._slots
+            key: state_counter_bytes(model.groups[key[0]].optimizer, model.groups[key[0]].settings, key[1])
+            for key in self._slots
         }
-        self._steps: dict[tuple[str, ...], StepBytes] = {}  # by the tiers of gradients
+        self._steps: dict[tuple[str, ...], tuple[Mapping[str, int], int]] = {}  # by the tiers of gradients
 
     def count(self, updated: UpdatedSlices, offload: Offload) -> TierBytes:
         """Return the bytes of a rank, by tier and kind.
@@ -86,8 +66,9 @@ class PeakMemory:
         """
         chunks = self.assign(updated, offload)
         found = self._resident(chunks)
-        found["device"]["parameters"] += self._unpacked
-        found["device"] |= self._step(chunks).peak
+        found["device"]["parameters"] += self._model.unpacked
+        peak, _ = self._step(chunks)
+        found["device"] |= peak
         found["host"][BUFFERS] = self._staging_buffers(chunks, offload.ahead)
         return found
 
@@ -98,7 +79,8 @@ class PeakMemory:
     def passing(self, updated: UpdatedSlices, offload: Offload) -> int:
         """Return the largest number of bytes that the device holds in addition to units and resident bytes."""
         chunks = self.assign(updated, offload)
-        return self._step(chunks).beside_units - self._resident(chunks)["device"][GRADIENTS]
+        _, beside_units = self._step(chunks)
+        return beside_units - self._resident(chunks)["device"][GRADIENTS]
 
     def register(self, chunks: Sequence[tuple[ChunkPlan, ChunkTiers]]) -> RegisteredModel:
         """Return the module as its program will see it, with two reductions in flight if the options set no bound.
@@ -106,30 +88,30 @@ class PeakMemory:
         Args:
             chunks: Chunks and their tiers, as `assign` returns them.
         """
-        tiers = [each for _, each in chunks]
-        model = register_model(self._plans, self._units, self._stage, self._options, self._ranks, tiers=tiers)
+        model = register_model(self._model, tiers=[each for _, each in chunks])
         # With several groups any chunk may wait for another one, until the ranks have learned an order. Without a
         # bound, chunks are reduced section by section.
-        waits = len(self._ranks) > 1 and model.inflight is not None
+        waits = len(self._model.ranks) > 1 and model.inflight is not None
         return replace(model, inflight=model.inflight or 2, waits=waits)
 
     def assign(self, updated: UpdatedSlices, offload: Offload) -> list[tuple[ChunkPlan, ChunkTiers]]:
         """Return each chunk with its tiers."""
-        tiers = assign_tiers(self._plans, updated, self._slots, offload)
-        return list(zip(self._plans, tiers, strict=True))
+        tiers = assign_tiers(self._model, updated, self._slots, offload)
+        return list(zip(self._model.chunks, tiers, strict=True))
 
     def _resident(self, chunks: Sequence[tuple[ChunkPlan, ChunkTiers]]) -> dict[str, dict[str, int]]:
         found = {tier: dict.fromkeys(("parameters", GRADIENTS, "optimizer"), 0) for tier in TIERS}
+        stage = self._model.stage
         for plan, tiers in chunks:
             home, in_use = tiers.home, plan.dtype_in_use
-            own = _elements(plan, sharded=self._stage.shards_parameters) * in_use.itemsize
+            own = _elements(plan, sharded=stage.shards_parameters) * in_use.itemsize
             found[home.parameters]["parameters"] += pages(own) if home.parameters == "disk" else own
             if tiers.pieces is None:
                 continue
             stepped = sum(part.stop - part.start for part in tiers.pieces)
             if home.gradients != "disk":
                 reduced = plan.reduce_dtype
-                sums = _elements(plan, sharded=self._stage.shards_gradients) * reduced.itemsize
+                sums = _elements(plan, sharded=stage.shards_gradients) * reduced.itemsize
                 # The optimizer gets a cast copy of gradients in another dtype.
                 found[home.gradients][GRADIENTS] += sums + (
                     stepped * plan.dtype.itemsize if reduced != plan.dtype else 0
@@ -140,17 +122,22 @@ class PeakMemory:
                     found[part.tier]["optimizer"] += (part.stop - part.start) * size
                 found["device"]["optimizer"] += self._counter_bytes[part.group, plan.dtype, plan.kept]
             if in_use != plan.dtype:  # master copies include the chunk's padding
-                padding = _elements(plan, sharded=self._stage.shards_state) - stepped
+                padding = _elements(plan, sharded=stage.shards_state) - stepped
                 found["device"]["optimizer"] += padding * plan.dtype.itemsize
             found["disk"]["optimizer"] += sum(block.size for block in tiers.blocks)
             found["disk"][GRADIENTS] += sum(block.gradient_size for block in tiers.blocks)
         return found
 
-    def _step(self, chunks: Sequence[tuple[ChunkPlan, ChunkTiers]]) -> "StepBytes":
-        """Return the ledger's bytes of a step. They do not depend on the tiers of the optimizer's state."""
+    def _step(self, chunks: Sequence[tuple[ChunkPlan, ChunkTiers]]) -> tuple[Mapping[str, int], int]:
+        """Return the bytes by kind at the peak of a step, and the largest number of bytes that are no units.
+
+        They do not depend on the tiers of the optimizer's state.
+        """
         key = tuple(tiers.home.gradients for _, tiers in chunks)
         if key not in self._steps:
-            self._steps[key] = StepBytes.of(predict_steps(self.register(chunks), accumulates=True)[-1])
+            program = predict_steps(self.register(chunks), accumulates=True)[-1]
+            without_units = replace(program, units=dict.fromkeys(program.units, 0))
+            self._steps[key] = program.peak(), sum(without_units.peak().values())
         return self._steps[key]
 
     def _staging_buffers(self, chunks: Sequence[tuple[ChunkPlan, ChunkTiers]], ahead: int) -> int:
@@ -225,21 +212,11 @@ def predict_step(
         no_sync: Whether all passes but the last are under `no_sync`, which then keeps units. Default: False.
         accumulates: Whether the gradients of a step are still there in the next one. Default: False.
     """
-    options, cuts = options or ShardOptions(), STAGES[stage]
-    plans, modules = plan_module(
-        module, optimizer, stage=stage, ranks=ranks, options=options, expert_groups=expert_groups
+    options = options or ShardOptions()
+    plan = plan_module(
+        module, optimizer, stage=stage, ranks=ranks, options=options, expert_groups=expert_groups, gloo=gloo
     )
-    counts = (ranks, *(count for _, count in expert_groups))
-    memory = PeakMemory(
-        plans,
-        param_groups(in_a_row(optimizer), options.update),
-        cuts,
-        options,
-        units=register_units(module, modules, plans) if cuts.shards_parameters else (),
-        ranks=[PlannedRanks(count=count, receives=gloo) for count in counts],
-        unpacked=unpacked_bytes(module, plans),
-    )
-    updated = updated_slices(plans, cuts, [0] * len(counts))
+    memory, updated = PeakMemory(plan), updated_slices(plan)
     here, moved = (memory.count(updated, Offload(optimizer=tier)) for tier in ("device", "host"))
     model = memory.register(memory.assign(updated, Offload()))
     if options.overlap.inflight is None and expert_groups:
@@ -251,31 +228,6 @@ def predict_step(
         optimizer=here["device"]["optimizer"],
         movable=moved["host"]["optimizer"],
     )
-
-
-def unpacked_bytes(module: nn.Module, plans: Sequence[ChunkPlan]) -> int:
-    """Return the bytes of a module's parameters and buffers that no chunk contains."""
-    own = {id(tensor): tensor.nbytes for _, tensor in tensors_of(module)}
-    return sum(own.values()) - sum(own[id(member.parameter)] for plan in plans for member in plan.members)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepBytes:
-    """Bytes of units, gradients and buffers in a step.
-
-    Args:
-        peak: Bytes by kind at the entry with most bytes.
-        beside_units: Largest number of bytes that are no units.
-    """
-
-    peak: Mapping[str, int]
-    beside_units: int
-
-    @classmethod
-    def of(cls, program: ZeroProgram) -> "StepBytes":
-        """Return the bytes of a program."""
-        without_units = replace(program, units=dict.fromkeys(program.units, 0))
-        return cls(peak=program.peak(), beside_units=sum(without_units.peak().values()))
 
 
 def _elements(plan: ChunkPlan, *, sharded: bool) -> int:
@@ -310,52 +262,29 @@ TierEnds = Mapping[str, tuple[int, int]]
 """By option, positions at which the device's part and the host's part end."""
 
 
-def fit_to_budgets(
-    offload: Offload,
-    plans: Sequence[ChunkPlan],
-    groups: Sequence[ParamGroup],
-    stage: ZeroStage,
-    options: ShardOptions,
-    *,
-    shares: Sequence[DataParallelGroup],
-    units: Sequence[RegisteredUnit],
-    unpacked: int,
-    is_on_cpu: bool,
-) -> Offload:
+def fit_to_budgets(model: ModelPlan, offload: Offload, sharers: Sequence[dist.ProcessGroup]) -> Offload:
     """Return the same options with fractions of tiers in place of "auto". Collective: an all-gather.
 
     Args:
+        model: Plan of the module.
         offload: Options and budgets.
-        plans: The chunks, which have no memory yet, in backward order.
-        groups: Param groups of all optimizers.
-        stage: ZeRO stage.
-        options: The options of `shard`.
-        shares: Data-parallel groups.
-        units: Units at stage 3; empty below stage 3.
-        unpacked: Bytes of the module's parameters and buffers that no chunk contains.
-        is_on_cpu: Whether the device is a CPU, which has no allocator that counts other data.
+        sharers: Process groups of all data-parallel groups.
 
     Raises:
         ValueError: A budget is too small, on any rank.
     """
     # A budget counts the receive buffers of gloo on every backend.
-    ranks = [PlannedRanks.of(share, receives=True) for share in shares]
+    model = replace(model, ranks=[replace(each, receives=True) for each in model.ranks])
     # Slices of the same sizes that begin at 0: most ranks then have equal ones, and are counted once.
     updated = tuple(
         tuple(replace(part, start=0, stop=part.stop - part.start) for part in slices)
-        for slices in updated_slices(plans, stage, [each.index for each in ranks])
+        for slices in updated_slices(model)
     )
-    sharers = [group for share in shares for group in share.groups]
     # Ranks choose the same fractions, so each counts for all ranks: shards differ in padding, and experts in size.
-    layouts = tuple(plan.layout for plan in plans) if len(shares) > 1 else ()  # of one group they are the same
+    layouts = tuple(plan.layout for plan in model.chunks) if len(model.ranks) > 1 else ()  # of one group they are equal
     of_all = dict.fromkeys(agree(None, (updated, layouts), *sharers).values())
-    memories = {
-        theirs: PeakMemory(
-            _with_layouts(plans, theirs), groups, stage, options, units=units, ranks=ranks, unpacked=unpacked
-        )
-        for _, theirs in of_all
-    }
-    autos = _auto_options(offload, plans, [each for each, _ in of_all])
+    memories = {theirs: PeakMemory(_with_layouts(model, theirs)) for _, theirs in of_all}
+    autos = _auto_options(offload, model.chunks, [each for each, _ in of_all])
 
     def counted(found: Offload) -> list[TierBytes]:
         return [memories[theirs].count(each, found) for each, theirs in of_all]
@@ -370,58 +299,42 @@ def fit_to_budgets(
 
     found = with_ends(_tier_ends(offload, autos, fits))
     _check(offload, counted(found))
-    if not stage.shards_parameters or "device" not in offload.budgets:
+    if not model.stage.shards_parameters or "device" not in offload.budgets:
         return found
     found = replace(found, budget={"device": offload.budgets["device"]})
-    if offload.auto and offload.other is None and is_on_cpu:
+    if offload.auto and offload.other is None and model.is_on_cpu:
         # Units may stay gathered in memory that is left, so they must leave memory for buffers as well.
-        other = unpacked + memories[layouts].passing(updated, found)
+        other = model.unpacked + memories[layouts].passing(updated, found)
         found = replace(found, other=lambda: other)
     return found
 
 
-def plan_room(
-    plans: Sequence[ChunkPlan],
-    groups: Sequence[ParamGroup],
-    stage: ZeroStage,
-    options: ShardOptions,
-    offload: Offload,
-    *,
-    shares: Sequence[DataParallelGroup],
-    units: Sequence[RegisteredUnit],
-    sharers: Sequence[dist.ProcessGroup],
-) -> Room | None:
+def plan_room(model: ModelPlan, offload: Offload, sharers: Sequence[dist.ProcessGroup]) -> Room | None:
     """Return the memory that the device's budget leaves for gathered units; None without a budget.
 
     Collective if there is a budget.
 
     Args:
-        plans: The chunks, which have no memory yet.
-        groups: Param groups of all optimizers.
-        stage: ZeRO stage.
-        options: Dtypes.
+        model: Plan of the module.
         offload: Budget and tiers.
-        shares: Data-parallel groups.
-        units: Units at stage 3.
         sharers: Process groups whose ranks raise together.
 
     Raises:
         ValueError: The budget is too small, on any rank.
     """
-    if "device" not in offload.budgets or not stage.shards_parameters:
+    if "device" not in offload.budgets or not model.stage.shards_parameters:
         return None
-    ranks = [PlannedRanks.of(share, receives=True) for share in shares]
-    updated = updated_slices(plans, stage, [each.index for each in ranks])
-    resident = PeakMemory(plans, groups, stage, options, units=units, ranks=ranks).resident(updated, offload)
+    resident = PeakMemory(model).resident(updated_slices(model), offload)
     with together("shard(offload=...)", *sharers):
-        return Room(offload.budgets["device"], resident, unit_bytes(plans), offload.policy, offload.other)
+        return Room(offload.budgets["device"], resident, unit_bytes(model.chunks), offload.policy, offload.other)
 
 
-def _with_layouts(plans: Sequence[ChunkPlan], layouts: Sequence[ChunkLayout]) -> list[ChunkPlan]:
-    """Return the chunks as a rank with other experts has them; without layouts, as they are."""
+def _with_layouts(model: ModelPlan, layouts: Sequence[ChunkLayout]) -> ModelPlan:
+    """Return the plan as a rank with other experts has it; without layouts, as it is."""
     if not layouts:
-        return list(plans)
-    return [replace(plan, layout=layout) for plan, layout in zip(plans, layouts, strict=True)]
+        return model
+    chunks = [replace(plan, layout=layout) for plan, layout in zip(model.chunks, layouts, strict=True)]
+    return replace(model, chunks=chunks)
 
 
 def _auto_options(

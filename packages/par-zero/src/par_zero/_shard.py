@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 
 from par_groups import Sharding, backend_of, together
 
-from ._budget import fit_to_budgets, plan_room, unpacked_bytes
+from ._budget import fit_to_budgets, plan_room
 from ._collectives import communicators, connect, is_in_use
 from ._engine import Engine
 from ._param_groups import ParamGroup, in_a_row, param_groups
@@ -36,16 +37,15 @@ from .layout.alike import broadcast_, make_rest_alike_
 from .layout.build import members_of, pack_chunk_, plan_chunks
 from .layout.chunk import Chunk
 from .layout.fill import Filler, device_of, make_real_
-from .layout.plan import ChunkPlan
+from .layout.plan import ChunkPlan, ModelPlan, unpacked_bytes
 from .layout.records import SameShare, record_, record_of
-from .layout.sharers import DataParallelGroup, Groups, Sharers
-from .layout.units import choose_units, tensors_of
+from .layout.sharers import DataParallelGroup, Groups, PlannedRanks, Sharers
+from .layout.units import choose_units, register_units, tensors_of
 from .layout.unwritten import Unwritten
 from .offload.plan import OffloadPlan, offload_chunk_, plan_offload
 from .optimizer.agreement import agreed_blocks
 from .optimizer.assembly import assemble
-from .programs.planned import PlannedRanks, register_model, register_units
-from .programs.predict import RegisteredUnit
+from .programs.planned import register_model
 
 
 def shard(
@@ -173,7 +173,9 @@ def shard(
     texts = [f"{described(members, stage, options, number)} {given}" for number in range(len(shares))]
     parameters = [member.parameter for member in members]
     ranks, used = tuple[int, ...](), tuple[bool, ...]()
-    records, plans, registered = dict[nn.Parameter, Sharding](), list[ChunkPlan](), list[RegisteredUnit]()
+    records, place = dict[nn.Parameter, Sharding](), torch.device("cpu")
+    # Without chunks until the ranks have agreed.
+    model = ModelPlan(chunks=(), units=(), groups=stepped, stage=STAGES[0], options=options, ranks=(), unpacked=0)
     offload_plan: OffloadPlan | None = None
     reach: tuple[bool, ...] = (True,)
     try:
@@ -183,40 +185,34 @@ def shard(
         counts = [dist.get_world_size(share.group) for share in shares]
         planned = plan_chunks(members, records, STAGES[stage], counts, options, tensor=len(parts))
         plans, reach = agreed_chunks(planned, shares)
-        registered = register_units(module, modules, plans) if STAGES[stage].shards_parameters else []
-        tiers, offload_plan = _plan_offload(
-            tiers, plans, stepped, stage, options, shares=shares, units=registered, module=module, device=device
+        place = device_of(module, device)
+        model = replace(
+            model,
+            chunks=plans,
+            units=register_units(module, modules, {plan.place.unit for plan in plans})
+            if STAGES[stage].shards_parameters
+            else (),
+            stage=STAGES[stage],
+            ranks=[PlannedRanks.of(each, receives=backend_of(each.group, place.type) == "gloo") for each in shares],
+            unpacked=unpacked_bytes(module, plans),
+            is_on_cpu=place.type == "cpu",
         )
+        tiers, offload_plan = _plan_offload(model, tiers, shares)
     except Exception as error:  # the ranks of the tensor group wait for this one
         if tensor is None:
             raise
         problem = error
     # The last point at which all errors so far are raised, on tensor-parallel ranks as well. The module is still
     # unchanged.
-    blocks = agreed_blocks(problem, plans, records, ranks, tensor, STAGES[stage])
-    room = plan_room(
-        plans,
-        stepped,
-        STAGES[stage],
-        options,
-        tiers,
-        shares=shares,
-        units=registered,
-        sharers=sharers if tensor is None else [*sharers, tensor],
-    )
-    place = device_of(module, device)
+    blocks = agreed_blocks(problem, model.chunks, records, ranks, tensor, STAGES[stage])
+    room = plan_room(model, tiers, sharers if tensor is None else [*sharers, tensor])
     computes_on = place if parameters[0].is_meta else torch.device(device or parameters[0].device)
     check_backends(sharers, computes_on, stage)
     # Packing changes the dtypes of parameters, so the module is described before.
-    model = register_model(
-        plans,
-        registered,
-        STAGES[stage],
-        options,
-        [PlannedRanks.of(each, receives=backend_of(each.group, computes_on.type) == "gloo") for each in shares],
+    registered = register_model(
+        model,
         tiers=None if offload_plan is None else offload_plan.chunks,
         is_late=offload_plan is not None and offload_plan.late,
-        is_on_cpu=computes_on.type == "cpu",
     )
     each = _communicators(shares, used, stage, options, gathers)
 
@@ -224,10 +220,14 @@ def shard(
         where = place if plan.members[0].parameter.is_meta else device
         make_alike = partial(broadcast_, share=shares[plan.share])
         chunk = pack_chunk_(plan, each[plan.share], STAGES[stage], where, make_alike)
-        offload_chunk_(offload_plan, plans.index(plan), chunk)
+        offload_chunk_(offload_plan, model.chunks.index(plan), chunk)
         return chunk
 
-    chunks = [pack_(plan) for plan in plans] if filler is None else _pack_filled_(plans, filler, pack_, sharers)
+    chunks = (
+        [pack_(plan) for plan in model.chunks]
+        if filler is None
+        else _pack_filled_(model.chunks, filler, pack_, sharers)
+    )
     _bring_rest_(module, () if filler is not None else abstract, place, device, packed=set(parameters), shares=shares)
     # The first collective on a communicator is a rendezvous. In a step, ranks could begin it in different orders.
     connect(_unconnected(each, [*sharers, gathers], tensor, computes_on), computes_on)
@@ -240,7 +240,7 @@ def shard(
         Sharers(each=each, reach=reach),
         make_units(module, modules, chunks),
         assemblies=assemble(chunks, blocks, tensor, copies),
-        model=model,
+        model=registered,
         offload=offload_plan,
         room=room,
     )
@@ -279,37 +279,17 @@ def sync_module_states_(
 
 
 def _plan_offload(
-    offload: Offload,
-    plans: Sequence[ChunkPlan],
-    stepped: Sequence[ParamGroup],
-    stage: int,
-    options: ShardOptions,
-    *,
-    shares: Sequence[DataParallelGroup],
-    units: Sequence[RegisteredUnit],
-    module: nn.Module,
-    device: torch.device | None,
+    model: ModelPlan, offload: Offload, shares: Sequence[DataParallelGroup]
 ) -> tuple[Offload, OffloadPlan | None]:
     """Return the options with tiers in place of "auto", and the plan of what is offloaded; None if nothing is."""
-    is_on_cpu = device_of(module, device).type == "cpu"
+    sharers = [group for share in shares for group in share.groups]
     if offload.auto or set(offload.budgets) - {"device"}:
-        offload = fit_to_budgets(
-            offload,
-            plans,
-            stepped,
-            STAGES[stage],
-            options,
-            shares=shares,
-            units=units,
-            unpacked=unpacked_bytes(module, plans),
-            is_on_cpu=is_on_cpu,
-        )
+        offload = fit_to_budgets(model, offload, sharers)
     if not offload.offloaded:
         return offload, None
     # A rank may fail to create its file, and then all ranks raise an error.
-    with together("shard(offload=...)", *(group for share in shares for group in share.groups)):
-        ranks = [dist.get_rank(share.group) for share in shares]
-        return offload, plan_offload(plans, stepped, STAGES[stage], ranks, offload, is_on_cpu=is_on_cpu)
+    with together("shard(offload=...)", *sharers):
+        return offload, plan_offload(model, offload)
 
 
 def _pack_filled_(

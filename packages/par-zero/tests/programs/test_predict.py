@@ -12,12 +12,9 @@ from torch import nn
 from par_testing import for_each
 from par_zero import MixedPrecision, Offload, Overlap, ShardOptions, memory, predict_step, program, shard
 from par_zero._budget import PeakMemory
-from par_zero._param_groups import param_groups
 from par_zero._sharded import _engine_of
-from par_zero._stage import STAGES
 from par_zero.layout.sizes import plan_module
 from par_zero.offload.plan import updated_slices
-from par_zero.programs.planned import PlannedRanks, register_units
 
 from ..helpers import adamw, batch, deferred, mlp, policies, train
 
@@ -65,15 +62,8 @@ def test_closed_form_of_memory_equals_the_ledger(stage, ranks, depth, precision,
         assert held["buffers"] == without.buffers
     assert held["gradients"] == without.gradients + sum(chunk.cast for chunk in step.program.chunks.values())
 
-    plans, modules = plan_module(module, optimizer, stage=stage, ranks=ranks, options=options, expert_groups=())
-    counted = PeakMemory(
-        plans,
-        param_groups([optimizer], options.update),
-        STAGES[stage],
-        options,
-        units=register_units(module, modules, plans) if stage == 3 else (),
-        ranks=[PlannedRanks(count=ranks, receives=True)],
-    ).count(updated_slices(plans, STAGES[stage], [0]), offload)
+    plan = plan_module(module, optimizer, stage=stage, ranks=ranks, options=options, gloo=True)
+    counted = PeakMemory(plan).count(updated_slices(plan), offload)
     # AdamW's counts of steps, and state that is divided at multiples of 16 elements, or of 4096 bytes on the disk.
     rounded = 4 * depth + 3 * depth * 4096
     for tier in ("device", "host", "disk"):

@@ -1,15 +1,18 @@
-"""What is known of parameters and of a chunk before the chunk has memory."""
+"""What is known of parameters, of a chunk and of a module before chunks have memory."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import nn
 
-from .._policies import MixedPrecision
+from .._param_groups import ParamGroup
+from .._policies import MixedPrecision, ShardOptions
 from .._stage import ZeroStage
 from .packing import ChunkLayout
-from .units import UnitPlace
+from .sharers import PlannedRanks
+from .units import RegisteredUnit, UnitPlace, tensors_of
 
 
 @dataclass(eq=False, kw_only=True)
@@ -125,3 +128,39 @@ class ChunkPlan:
             stage: ZeRO stage.
         """
         return self.layout.share(rank) if stage.shards_state else (0, self.layout.size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPlan:
+    """A module as `shard` will pack it, and all else that decides its bytes.
+
+    Args:
+        chunks: The chunks, in backward order.
+        units: Units at stage 3, by number; empty below stage 3.
+        groups: Param groups of all optimizers.
+        stage: ZeRO stage.
+        options: Options of `shard`.
+        ranks: Ranks of each data-parallel group.
+        unpacked: Bytes of the module's parameters and buffers that no chunk contains.
+        is_on_cpu: Whether the module computes on a CPU, whose memory is the host's. Default: True.
+    """
+
+    chunks: Sequence[ChunkPlan]
+    units: Sequence[RegisteredUnit]
+    groups: Sequence[ParamGroup]
+    stage: ZeroStage
+    options: ShardOptions
+    ranks: Sequence[PlannedRanks]
+    unpacked: int
+    is_on_cpu: bool = True
+
+    @cached_property
+    def stepped(self) -> list[ChunkPlan]:
+        """Chunks that an optimizer has, in backward order."""
+        return [plan for plan in self.chunks if plan.owner >= 0]
+
+
+def unpacked_bytes(module: nn.Module, plans: Sequence[ChunkPlan]) -> int:
+    """Return the bytes of a module's parameters and buffers that no chunk contains."""
+    own = {id(tensor): tensor.nbytes for _, tensor in tensors_of(module)}
+    return sum(own.values()) - sum(own[id(member.parameter)] for plan in plans for member in plan.members)

@@ -57,6 +57,33 @@ class DataParallelGroup:
         return all(set(self.near) <= set(box.copies) for box in record.boxes)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlannedRanks:
+    """The ranks of a data-parallel group, as memory depends on them.
+
+    Args:
+        count: Number of ranks that shard the parameters.
+        index: Index of this rank. Default: 0.
+        receives: Whether a reduce-scatter receives into a buffer as large as its input, as over gloo.
+        replicates: Whether other ranks hold the same shards. Default: False.
+    """
+
+    count: int
+    index: int = 0
+    receives: bool
+    replicates: bool = False
+
+    @classmethod
+    def of(cls, share: DataParallelGroup, *, receives: bool) -> "PlannedRanks":
+        """Return the ranks of an existing group."""
+        return cls(
+            count=dist.get_world_size(share.group),
+            index=dist.get_rank(share.group),
+            receives=receives,
+            replicates=share.replicas is not None,
+        )
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Groups:
     """Communicators of the data-parallel group of a chunk.

@@ -1,4 +1,4 @@
-"""The chunks that `shard` would make of a module, which memory plans count before it makes them."""
+"""The plan of a module that `shard` would make, which planners count before there are process groups."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,9 +10,10 @@ from .._param_groups import in_a_row, param_groups
 from .._policies import ShardOptions
 from .._stage import STAGES
 from .build import members_of, plan_chunks
-from .plan import ChunkPlan
+from .plan import ModelPlan, unpacked_bytes
 from .records import record_of
-from .units import choose_units
+from .sharers import PlannedRanks
+from .units import choose_units, register_units
 
 
 def plan_module(
@@ -22,12 +23,13 @@ def plan_module(
     stage: int,
     ranks: int,
     options: ShardOptions,
-    expert_groups: Sequence[tuple[Sequence[nn.Parameter], int]],
-) -> tuple[list[ChunkPlan], list[list[nn.Module]]]:
-    """Return the chunks that `shard` would make of a module, and the modules of its units.
+    expert_groups: Sequence[tuple[Sequence[nn.Parameter], int]] = (),
+    gloo: bool = False,
+) -> ModelPlan:
+    """Return the plan of a module. The arguments are those of `predict_step`.
 
     The chunk that the forward needs last is the first. Parameters that are assembled over tensor-parallel ranks are
-    packed like all parameters. The arguments are those of `predict_step`.
+    packed like all parameters.
     """
     cuts = STAGES[stage]
     groups = param_groups(in_a_row(optimizer), options.update)
@@ -40,4 +42,13 @@ def plan_module(
     members = [replace(member, share=share_of.get(member.parameter, 0)) for member in found]
     records = {member.parameter: record_of(member.parameter, tuple(range(ranks))) for member in members}
     counts = [ranks, *(number for _, number in expert_groups)]
-    return plan_chunks(members, records, cuts, counts, options), units
+    plans = plan_chunks(members, records, cuts, counts, options)
+    return ModelPlan(
+        chunks=plans,
+        units=register_units(module, units, {plan.place.unit for plan in plans}) if cuts.shards_parameters else (),
+        groups=groups,
+        stage=cuts,
+        options=options,
+        ranks=[PlannedRanks(count=count, receives=gloo) for count in counts],
+        unpacked=unpacked_bytes(module, plans),
+    )

@@ -1,6 +1,7 @@
 """FSDP units: the modules whose parameters stage 3 gathers together, and the modules that a program calls directly."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,21 @@ class UnitPlace(NamedTuple):
 
     unit: int
     items: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegisteredUnit:
+    """A unit of a module that has not run yet.
+
+    Args:
+        name: Name of the unit.
+        modules: Number of its modules, which run one after the other; 0 if the unit has no parameters.
+        outer: Numbers of the units around it.
+    """
+
+    name: str
+    modules: int
+    outer: frozenset[int]
 
 
 def called(module: nn.Module) -> list[nn.Module]:
@@ -146,6 +162,21 @@ def outer_units(units: Sequence[Sequence[nn.Module]]) -> list[frozenset[int]]:
     return [
         frozenset(other for other, inside in enumerate(within) if other != number and modules[0] in inside)
         for number, modules in enumerate(units)
+    ]
+
+
+def register_units(root: nn.Module, units: Sequence[Sequence[nn.Module]], used: Container[int]) -> list[RegisteredUnit]:
+    """Return the description of units before they run.
+
+    Args:
+        root: Module that is sharded.
+        units: Modules of each unit, as `choose_units` returns them.
+        used: Numbers of the units that have parameters.
+    """
+    names, outer = unit_names(root, units), outer_units(units)
+    return [
+        RegisteredUnit(name=name.replace("'", ""), modules=len(modules) if number in used else 0, outer=around)
+        for number, (name, modules, around) in enumerate(zip(names, units, outer, strict=True))
     ]
 
 

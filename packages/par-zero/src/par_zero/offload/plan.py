@@ -5,12 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
-from .._param_groups import ParamGroup
-from .._stage import ZeroStage
 from .._tiers import Home, Offload
 from ..layout.chunk import Chunk
 from ..layout.packing import SliceRange
-from ..layout.plan import ChunkPlan
+from ..layout.plan import ChunkPlan, ModelPlan
 from ..optimizer.probe import state_slots
 from .disk import Disk, tensors_in
 from .link import PinnedSlabs
@@ -72,31 +70,19 @@ SlotsByGroup = Mapping[tuple[int, torch.dtype, bool], Slots]
 """Slots that an optimizer stores per element, by param group, dtype of the parameters, and `ChunkPlan.kept`."""
 
 
-def plan_offload(
-    plans: Sequence[ChunkPlan],
-    groups: Sequence[ParamGroup],
-    stage: ZeroStage,
-    ranks: Sequence[int],
-    offload: Offload,
-    *,
-    is_on_cpu: bool = True,
-) -> OffloadPlan:
+def plan_offload(model: ModelPlan, offload: Offload) -> OffloadPlan:
     """Decide the tiers of all chunks, and create the file.
 
     Args:
-        plans: The chunks, which have no memory yet, in backward order.
-        groups: Param groups of all optimizers.
-        stage: ZeRO stage.
-        ranks: This rank's index in each data-parallel group.
+        model: Plan of the module.
         offload: Tiers.
-        is_on_cpu: Whether the module computes on a CPU, whose memory is the host's.
 
     Raises:
         ValueError: The disk has too little free space, or the folder does not exist.
         OSError: The file cannot be created.
     """
-    updated, slots = updated_slices(plans, stage, ranks), slots_by_group(plans, groups)
-    tiers = assign_tiers(plans, updated, slots, offload, is_on_cpu=is_on_cpu)
+    plans, is_on_cpu = model.chunks, model.is_on_cpu
+    tiers = assign_tiers(model, updated_slices(model), slots_by_group(model), offload)
     size = max((block.stop for each in tiers for block in each.blocks), default=0)
     shard_starts: list[int | None] = []
     for plan, each in zip(plans, tiers, strict=True):
@@ -126,55 +112,37 @@ def plan_offload(
     )
 
 
-def updated_slices(plans: Sequence[ChunkPlan], stage: ZeroStage, ranks: Sequence[int]) -> UpdatedSlices:
-    """Return the slices that a rank's optimizers update.
-
-    Args:
-        plans: The chunks, in backward order.
-        stage: ZeRO stage.
-        ranks: The rank's index in each data-parallel group.
-    """
-    found = []
-    for plan in reversed(_stepped(plans)):
-        found.append(tuple(plan.layout.slices(*plan.updated(ranks[plan.share], stage))))
-    return tuple(found)
+def updated_slices(model: ModelPlan) -> UpdatedSlices:
+    """Return the slices that the optimizers of a rank update."""
+    return tuple(
+        tuple(plan.layout.slices(*plan.updated(model.ranks[plan.share].index, model.stage)))
+        for plan in reversed(model.stepped)
+    )
 
 
-def slots_by_group(plans: Sequence[ChunkPlan], groups: Sequence[ParamGroup]) -> SlotsByGroup:
+def slots_by_group(model: ModelPlan) -> SlotsByGroup:
     """Return the slots that the optimizers store per element.
 
     Parameters that are used in another dtype have a master copy, which is the first slot.
-
-    Args:
-        plans: The chunks.
-        groups: Param groups of all optimizers.
     """
     return {
         (group, plan.dtype, plan.kept): ({COPY: plan.dtype} if plan.dtype_in_use != plan.dtype else {})
-        | state_slots(groups[group].optimizer, groups[group].settings, plan.dtype)
-        for plan in _stepped(plans)
+        | state_slots(model.groups[group].optimizer, model.groups[group].settings, plan.dtype)
+        for plan in model.stepped
         for group in {member.group for member in plan.members}
     }
 
 
-def assign_tiers(
-    plans: Sequence[ChunkPlan],
-    updated: UpdatedSlices,
-    slots: SlotsByGroup,
-    offload: Offload,
-    *,
-    is_on_cpu: bool = True,
-) -> list[ChunkTiers]:
+def assign_tiers(model: ModelPlan, updated: UpdatedSlices, slots: SlotsByGroup, offload: Offload) -> list[ChunkTiers]:
     """Return the tiers of each chunk. Pure arithmetic.
 
     Args:
-        plans: The chunks, in backward order.
+        model: Plan of the module.
         updated: Slices that a rank's optimizers update.
         slots: Slots that the optimizers store per element.
         offload: Tiers.
-        is_on_cpu: Whether the module computes on a CPU, whose memory is the host's.
     """
-    stepped = _stepped(plans)
+    plans, stepped, is_on_cpu = model.chunks, model.stepped, model.is_on_cpu
     homes = dict(zip(plans, homes_of(plans, offload), strict=True))
     # `Offload.piece` bounds each slot of a piece, so the widest dtype decides how many elements a piece has.
     widest = max(
@@ -213,11 +181,6 @@ def assign_tiers(
     for (plan, _), block in zip(in_file, laid_out, strict=True):
         blocks[plan].append(block)
     return [ChunkTiers(home=homes[plan], pieces=pieces.get(plan), blocks=blocks[plan]) for plan in plans]
-
-
-def _stepped(plans: Sequence[ChunkPlan]) -> list[ChunkPlan]:
-    """Return the chunks that an optimizer has, in their order."""
-    return [plan for plan in plans if plan.owner >= 0]
 
 
 def homes_of(plans: Sequence[ChunkPlan], offload: Offload) -> list[Home]:

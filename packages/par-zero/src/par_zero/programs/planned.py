@@ -1,90 +1,26 @@
 """The description of a module before it has run, from the plan of its chunks."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
-import torch.distributed as dist
-from torch import nn
-
-from .._policies import ShardOptions
-from .._stage import ZeroStage
 from .._tiers import Home
-from ..layout.plan import ChunkPlan
-from ..layout.sharers import DataParallelGroup
-from ..layout.units import outer_units, unit_names
+from ..layout.plan import ChunkPlan, ModelPlan
 from ..offload.plan import ChunkTiers
 from .ledger import ChunkBytes, ZeroProgram
-from .predict import RegisteredModel, RegisteredUnit
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedRanks:
-    """The ranks of a data-parallel group, as memory depends on them.
-
-    Args:
-        count: Number of ranks that shard the parameters.
-        index: Index of this rank. Default: 0.
-        receives: Whether a reduce-scatter receives into a buffer as large as its input, as over gloo.
-        replicates: Whether other ranks hold the same shards. Default: False.
-    """
-
-    count: int
-    index: int = 0
-    receives: bool
-    replicates: bool = False
-
-    @classmethod
-    def of(cls, share: DataParallelGroup, *, receives: bool) -> "PlannedRanks":
-        """Return the ranks of an existing group."""
-        return cls(
-            count=dist.get_world_size(share.group),
-            index=dist.get_rank(share.group),
-            receives=receives,
-            replicates=share.replicas is not None,
-        )
-
-
-def register_units(
-    module: nn.Module, modules: Sequence[Sequence[nn.Module]], plans: Iterable[ChunkPlan]
-) -> list[RegisteredUnit]:
-    """Return the units of a module at stage 3.
-
-    Args:
-        module: Module that is sharded.
-        modules: Modules of each unit, as `choose_units` returns them.
-        plans: Chunks of the module.
-    """
-    used = {plan.place.unit for plan in plans}
-    names, outer = unit_names(module, modules), outer_units(modules)
-    return [
-        RegisteredUnit(name=name.replace("'", ""), modules=len(own) if number in used else 0, outer=around)
-        for number, (name, own, around) in enumerate(zip(names, modules, outer, strict=True))
-    ]
+from .predict import RegisteredModel
 
 
 def register_model(
-    plans: Sequence[ChunkPlan],
-    units: Sequence[RegisteredUnit],
-    stage: ZeroStage,
-    options: ShardOptions,
-    ranks: Sequence[PlannedRanks],
-    *,
-    tiers: Sequence[ChunkTiers] | None = None,
-    is_late: bool = False,
-    is_on_cpu: bool = True,
+    model: ModelPlan, *, tiers: Sequence[ChunkTiers] | None = None, is_late: bool = False
 ) -> RegisteredModel:
     """Return a module as its program will see it.
 
     Args:
-        plans: Chunks of the module, in the order of their reductions.
-        units: Units at stage 3; empty below stage 3.
-        stage: ZeRO stage.
-        options: Options of `shard`.
-        ranks: Ranks of each data-parallel group.
+        model: Plan of the module.
         tiers: Tiers of each chunk's data. None: all data is on the device.
         is_late: Whether a thread may step pieces while the next step begins. Default: False.
-        is_on_cpu: Whether the module computes on a CPU, whose memory is the host's. Default: True.
     """
+    plans, units = model.chunks, model.units
     tiers = tiers or [ChunkTiers(home=Home(), pieces=None, blocks=())] * len(plans)
     chunks = dict[str, ChunkBytes]()
     optimizers: list[dict[str, list[str]]] = [{} for _ in range(max((plan.owner for plan in plans), default=-1) + 1)]
@@ -93,10 +29,9 @@ def register_model(
         if plan.owner >= 0:
             names = [f"{plan.name}+{part.start}" for part in pieces if part.in_pieces]
             optimizers[plan.owner][plan.name] = names
-        unit = units[plan.place.unit].name if units else None
-        found = _chunk_bytes(plan, unit, stage, ranks[plan.share], each.home)
+        found = _chunk_bytes(model, plan, each.home)
         # Gradients of pieces continue on the host of an accelerator, and are cast there.
-        if not is_on_cpu and any(part.in_pieces for part in pieces):
+        if not model.is_on_cpu and any(part.in_pieces for part in pieces):
             here = sum(part.stop - part.start for part in pieces if not part.in_pieces) * plan.dtype.itemsize
             found = replace(found, cast=here if found.cast else 0, is_written=found.is_written or not here)
         chunks[plan.name] = found
@@ -109,19 +44,19 @@ def register_model(
                 if unit.modules
             },
             chunks=chunks,
-            shards_gradients=stage.shards_gradients,
-            kept_buffers=options.overlap.inflight or 2,
+            shards_gradients=model.stage.shards_gradients,
+            kept_buffers=model.options.overlap.inflight or 2,
             is_late=is_late,
         ),
         units=units,
         optimizers=optimizers,
-        inflight=options.overlap.inflight,
-        gathers_after_step=stage.shards_state and not stage.shards_parameters,
+        inflight=model.options.overlap.inflight,
+        gathers_after_step=model.stage.shards_state and not model.stage.shards_parameters,
     )
 
 
-def _chunk_bytes(plan: ChunkPlan, unit: str | None, stage: ZeroStage, own: PlannedRanks, home: Home) -> ChunkBytes:
-    layout, reduced = plan.layout, plan.reduce_dtype
+def _chunk_bytes(model: ModelPlan, plan: ChunkPlan, home: Home) -> ChunkBytes:
+    layout, reduced, stage, own = plan.layout, plan.reduce_dtype, model.stage, model.ranks[plan.share]
     gradient = layout.size * reduced.itemsize if plan.trained else 0
     low, high = plan.updated(own.index, stage)
     # Full tensors for an optimizer are assembled from the sum, and cast by the assembly.
@@ -129,7 +64,7 @@ def _chunk_bytes(plan: ChunkPlan, unit: str | None, stage: ZeroStage, own: Plann
     slices = layout.slots if layout.atomic else [(part.start, part.stop) for part in layout.slices(low, high)]
     cast = sum(max(0, min(stop, high) - max(start, low)) for start, stop in slices) * plan.dtype.itemsize
     return ChunkBytes(
-        unit=unit,
+        unit=model.units[plan.place.unit].name if model.units else None,
         full=layout.size * plan.dtype_in_use.itemsize,
         share=plan.share,
         gradient=gradient,

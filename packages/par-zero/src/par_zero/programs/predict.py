@@ -7,24 +7,10 @@ compiled like the trace of a pass that has run. The ledger then gives the bytes 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ..layout.units import RegisteredUnit
 from .compiler import ROOT, compile_pass, over_at, place_reductions
 from .entries import BACKWARD, FORWARD, PassAction, PassEvent, PassProgram, PassSegment
 from .ledger import HeldMemory, ProgramEntry, ZeroProgram
-
-
-@dataclass(frozen=True, kw_only=True)
-class RegisteredUnit:
-    """A unit of a module that has not run yet.
-
-    Args:
-        name: Name of the unit.
-        modules: Number of its modules, which run one after the other; 0 if the unit has no parameters.
-        outer: Numbers of the units around it.
-    """
-
-    name: str
-    modules: int
-    outer: frozenset[int]
 
 
 @dataclass(frozen=True, kw_only=True)
