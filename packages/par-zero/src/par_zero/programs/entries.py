@@ -11,6 +11,7 @@ from ..placement.moments import Kind
 FORWARD: Final = "F"
 RECOMPUTE: Final = "R"
 BACKWARD: Final = "B"
+EVENT_NAMES = {FORWARD: "forward", RECOMPUTE: "recomputation", BACKWARD: "backward"}
 
 
 class PassEvent(NamedTuple):

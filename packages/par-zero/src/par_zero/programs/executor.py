@@ -35,7 +35,7 @@ from ..reduce.reducer import Reducer
 from .agreement import Agreement, PassEnd
 from .book import Pass, PassBook, PassKind
 from .compiler import ROOT, find_event, over_at
-from .entries import BACKWARD, PassAction, PassEvent, PassSegment
+from .entries import BACKWARD, EVENT_NAMES, PassAction, PassEvent, PassSegment
 
 
 class Executor:
@@ -67,6 +67,17 @@ class Executor:
     def stays(self) -> bool:
         """Whether a program keeps units gathered between passes."""
         return self._book.stays
+
+    def par_doing(self) -> str:
+        """Return the event of this rank and its position in the pass, in words; see `par_groups.attributes.DOING`."""
+        current = self._pass
+        if current is None or not current.trace:
+            return "between two passes at stage 3"
+        event, program = current.trace[-1], current.program
+        place = (
+            f"event {current.at} of {len(program.segments)} of the pass" if program else "in a pass without a program"
+        )
+        return f"in the {EVENT_NAMES[event.op]} of {self._units[event.unit].name} at stage 3, {place}"
 
     def begin_backward(self) -> None:
         """Compare the ranks at the beginning of backward, if the pass has no program.
