@@ -95,11 +95,16 @@ class Draw:
         return [one, two, Backward(first.loss), Backward(second.loss)]
 
     def failing(self):
-        """A pass that fails on all ranks, at the same place."""
+        """A pass that fails on all ranks, at the same place, or on one rank of a module whose ranks compare."""
         mark = self.random.choice("!?")
         tokens = self.run().split()
-        tokens.insert(self.random.randint(0, len(tokens)), mark)
-        return self.passes("once", (" ".join(tokens),))
+        failed = tokens.copy()
+        failed.insert(self.random.randint(0, len(tokens)), mark)
+        runs = [" ".join(failed)]
+        if self.setup.stage == 3 and not (self.setup.hybrid or self.setup.alike) and self.chance(0.5):
+            runs = [" ".join(tokens)] * self.ranks
+            runs[self.random.randrange(self.ranks)] = " ".join(failed)
+        return self.passes("once", tuple(runs))
 
     def runs(self):
         """What each rank runs in a forward."""

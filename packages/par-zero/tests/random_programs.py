@@ -138,6 +138,16 @@ class Failure(Exception):
     """The exception of a program of the user's."""
 
 
+def fails_on_some(ops):
+    """Whether a pass fails on some ranks, and not on all."""
+    for op in ops:
+        if isinstance(op, NoSync) and fails_on_some(op.ops):
+            return True
+        if isinstance(op, Forward) and len({"!" in runs or "?" in runs for runs in op.runs}) > 1:
+            return True
+    return False
+
+
 class Model(nn.Module):
     """A first layer, experts that are units, a head, and a layer that nothing uses, all of them smooth."""
 
@@ -234,10 +244,10 @@ class OneProcess:
         for op in ops:
             try:
                 self.run_op(op)
-            except Failure:
-                self.recover()
+            except Failure as failure:
+                self.recover(failure)
 
-    def recover(self):
+    def recover(self, failure):
         """After an exception of the user's the passes of the step so far do not count."""
         self.graphs.clear()
         self.zero_grad("none")
@@ -327,20 +337,24 @@ class ThisRank(OneProcess):
     def run(self):
         for number, step in enumerate(self.program.steps):
             self.step = number
+            self.fails_on_some = fails_on_some(step.ops)
             error = None
             try:
                 self.run_ops(step.ops)
+            except Failure:
+                error = OF_ANOTHER_RANK
             except RuntimeError as raised:
-                error = raised
-                if not is_named(str(raised)):
+                error = next((words for words in NAMED if words in str(raised)), None)
+                if error is None:
                     raise
-            self.agree(None if error is None else str(error))
+                error = error if error == OF_ANOTHER_RANK else str(raised)
+            if error is not None:
+                reset(self.module)
+            self.agree(error)
             if error is None:
                 self.end_step(step)
             else:
                 self.failed.add(self.step)
-                reset(self.module)
-            del error
             self.zero_grad(step.zero)
             self.graphs.clear()
 
@@ -353,9 +367,11 @@ class ThisRank(OneProcess):
         if error is not None:
             self.errors.append(error)
 
-    def recover(self):
+    def recover(self, failure):
+        if self.fails_on_some:
+            raise failure  # and leave out the whole step, as the other ranks do
         reset(self.module)
-        super().recover()
+        super().recover(failure)
 
     def no_sync(self, keep):
         return no_sync(self.module, keep=keep)
@@ -395,12 +411,13 @@ class ThisRank(OneProcess):
             return copies(self.module)
 
 
-NAMED = ("and at stage 3 all ranks gather a unit together; make one unit", "which no backward before needed there")
+OF_ANOTHER_RANK = "because its pass has failed; call par_zero.reset(module) on all ranks"
+NAMED = (
+    "and at stage 3 all ranks gather a unit together; make one unit",
+    "which no backward before needed there",
+    OF_ANOTHER_RANK,
+)
 """Of the errors that a rank which departs may end in."""
-
-
-def is_named(text):
-    return any(words in text for words in NAMED)
 
 
 def hybrid_groups(size):

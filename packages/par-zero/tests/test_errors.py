@@ -501,6 +501,30 @@ def test_after_an_exception_and_reset_the_next_step_is_right(stage, where):
     assert_near(whole(module), copies(reference))
 
 
+@for_each(where=("forward", "backward"), before=(0, 2), inflight=(None, 1))
+@pytest.mark.ranks(3)
+def test_pass_that_fails_on_one_rank_raises_on_all(where, before, inflight):
+    """At stage 3, in the first pass, which follows no program, and in a later pass."""
+    module, optimizer = sharded(Stumbling(), 3, sgd, inflight=inflight, bucket=1)
+    train(module, optimizer, [[batch(step, width=8)] for step in range(before)])
+    stumbles = dist.get_rank() == 1
+    module.fails = where if stumbles else ""
+    error = RuntimeError, r"rank 1 calls par_zero\.reset where rank 0 .* its pass has failed; call par_zero\.reset"
+    error, match = (ArithmeticError, where) if stumbles else error
+    with pytest.raises(error, match=match):
+        loss_of(module, batch(7, width=8)).backward()
+    reset(module)  # on the rank that stumbles, while the other ranks are in their pass
+    module.fails = ""
+    train(module, optimizer, [[batch(step, width=8)] for step in range(2)])
+    reference = Stumbling()
+    its = sgd(reference.parameters())
+    for step in (*range(before), *range(2)):
+        its.zero_grad()
+        loss_of(reference, joint(step, width=8)).backward()
+        its.step()
+    assert_near(whole(module), copies(reference))
+
+
 @for_each_stage
 @pytest.mark.ranks(2)
 def test_after_a_failed_backward_the_next_forward_asks_for_reset(stage):

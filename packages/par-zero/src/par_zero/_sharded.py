@@ -133,8 +133,8 @@ def reset(module: nn.Module) -> None:
     """Drop partial gradients after an exception in forward or backward, so that the next step is correct.
 
     Call it on all ranks: each rank completes the collectives that other ranks may have begun in the failed pass. The
-    pass must have begun on every rank. At stage 3, ranks that failed at different positions of a pass without a
-    program, such as the first pass, may still hang.
+    pass must have begun on every rank. If it has failed on some ranks only, these call `reset` at once. At stage 3 the
+    other ranks then raise an error that names one of them. Below stage 3, they wait until the process group's timeout.
 
     Args:
         module: Module that was passed to `shard`, or an item of it that is called.

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ class PassEnd(IntEnum):
     EVALUATION = -2
     UNREDUCED = -3
     FORWARD = -4
+    FAILED = -5
 
     @property
     def text(self) -> str:
@@ -30,6 +31,7 @@ class PassEnd(IntEnum):
             PassEnd.EVALUATION: "ends a forward without gradients",
             PassEnd.UNREDUCED: "ends a backward that reduces no gradients",
             PassEnd.FORWARD: "begins backward",
+            PassEnd.FAILED: "calls par_zero.reset",
         }[self]
 
 
@@ -85,6 +87,7 @@ class Agreement:
         self._units, self._groups, self._device, self._reducer = tuple(units), tuple(groups), device, reducer
         self.flags = flags
         self._steps = 0  # steps of optimizers since the last end of a pass
+        self._has_refused = False  # whether the latest comparison has raised here
 
     def count_step(self) -> None:
         """Count a step of an optimizer. The ranks compare the count at the end of the next pass, at no further cost."""
@@ -108,19 +111,23 @@ class Agreement:
 
         Raises:
             RuntimeError: The ranks need different units, end the pass differently, or have taken different numbers of
-                steps since the last end of a pass. All ranks raise.
+                steps since the last end of a pass. All ranks raise, except those whose pass has failed.
         """
-        if what < 0:
-            # A rank that has left out a step holds a shard of older weights than the others.
-            what, self._steps = _with_steps(what, self._steps), 0
+        self._has_refused = False
+        # A rank that has left out a step holds a shard of older weights than the others. A failed pass leaves the count
+        # to the next pass.
+        counts_steps = what < 0 and what != PassEnd.FAILED
+        number = _with_steps(what, self._steps) if counts_steps else what
         # Padding to one shape: another rank may compare something else, with another number of flags.
         first, second, *more = [*flags, *[False] * (self.flags - len(flags))]
         # The maximum of a number and of its negative shows in one all-reduce whether the number is equal on all ranks.
         # If it is equal, the lowest bit of the maximum is a flag that any rank has set. If not, all ranks raise.
-        numbers = [2 * what + first, -2 * what + second, detail, -detail, *more]
+        numbers = [2 * number + first, -2 * number + second, detail, -detail, *more]
         most, least, most_detail, least_detail, *told = largest_of(numbers, self._groups, self._device)
         if most >> 1 != -(least >> 1):
-            self._refuse(what)
+            self._refuse(number)
+        if counts_steps:
+            self._steps = 0
         set_flags = [bool(flag) for flag in (most & 1, least & 1, *told)]
         return Compared(most_detail == -least_detail, -least_detail, set_flags)
 
@@ -149,16 +156,43 @@ class Agreement:
                 "of all chunks, which bounds none, or stage=2"
             )
 
-    def _refuse(self, what: int) -> NoReturn:
-        """Raise on all ranks, with the two ranks that differ, after all reductions in flight have completed."""
-        self._steps = 0  # as on the ranks that had come to an end
-        said = agree(None, what, *self._groups)
+    def fail(self) -> None:
+        """Report to the other ranks that the pass of this rank has failed. Does not raise.
+
+        A rank whose pass has not failed raises at its next comparison. It reaches this comparison, because this rank
+        has begun every collective of the pass before.
+        """
+        # If a comparison has raised, it has raised on all ranks, and they leave the pass together.
+        if not self._has_refused:
+            self.compare(PassEnd.FAILED)
+        self._has_refused = False
+
+    def _refuse(self, number: int) -> None:
+        """Raise on all ranks, with two ranks that differ, after all reductions in flight have completed.
+
+        Does not raise on a rank whose pass has failed, because its caller has an error already.
+
+        Args:
+            number: Number of this rank in the comparison.
+        """
+        said = agree(None, number, *self._groups)
         # Reductions that only some ranks have begun would never complete, so every rank begins the same number first.
         self._reducer.begin_all(self._groups)
+        if number == PassEnd.FAILED:
+            return
+        self._has_refused = True
+        failed = [rank for rank in said if said[rank] == PassEnd.FAILED]
+        if failed:
+            other = min(rank for rank in said if said[rank] != PassEnd.FAILED)
+            raise RuntimeError(
+                f"rank {min(failed)} calls par_zero.reset where rank {other} {self._text(said[other])}, because its "
+                f"pass has failed; call par_zero.reset(module) on all ranks, and see the error of rank {min(failed)}"
+            )
         first, other = min(said), min((rank for rank in said if said[rank] != said[min(said)]), default=min(said))
         if said[first] < 0 and said[other] < 0:
             (_, steps), (_, others) = _parted(said[first]), _parted(said[other])
             if steps != others:
+                self._steps = 0  # the error is raised once
                 raise RuntimeError(
                     f"rank {other} has taken {others} steps of its optimizers since the last pass where rank {first} "
                     f"has taken {steps}, so their shards belong to different versions of the weights; load the latest "

@@ -238,11 +238,12 @@ class Executor:
         return self._pass
 
     def fail(self) -> None:
-        """Execute the rest of the program for the other ranks, because this rank's pass has failed."""
+        """Execute the rest of the program for the other ranks, because the pass has failed here, and report it."""
         current = self._pass
         if current is not None and current.program is not None:
             self._reducer.order.early = ()
             self._follow(current, current.program.segments, self._reducer.begin_failed)
+        self._agreement.fail()
 
     def _follow(
         self, current: Pass, segments: Sequence[PassSegment], reduce: Callable[[int], None] | None = None
