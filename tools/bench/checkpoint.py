@@ -59,29 +59,32 @@ LIMITS = {"load": "load: pread + crc32c", "cold load": "cold load: pread"}
 
 NOTES = {
     "disk": (
-        f"{len(SHAPES)} fp32 tensors, {TOTAL / 2**20:.0f} MiB together; rows: each of 2 ranks holds half of every "
-        f"tensor, replicas: each holds all. {RUNS} turns, each in an order of its own, with the slow contenders in "
-        f"{RUNS // SELDOM} of them, every save into an empty folder with nothing left to write back, {THREADS} threads "
-        "a rank for ours and for plain pwrite and pread. Saves include fsync. Ours makes and checks a crc32c of every "
-        "4 MiB. Loads end in tensors that were there before, from files that were read just before; cold: they are not "
-        "in the page cache. "
-        "`ours is faster` is the median of the ratios within a turn: how many times as long the contender takes as "
-        "ours does. `disk` is what the disk takes at most: one rank writes as many bytes, from one small piece of "
-        "memory, into a file that has its blocks already, and syncs it. `limit` of a save is how many times as long it "
-        "takes as that one of these, and of plain pwrite and fsync, whose median over all turns is the least; of a "
-        "load, as plain pread with a crc32c of what was read; of a cold load, as plain pread; again the median of the "
-        "ratios within a turn. The quickest of several in each turn would be no way to write, but the luckiest of as "
-        "many draws. O_DIRECT needs no new pages of the page cache. These may cost more than the disk on a virtual "
-        "machine whose host takes free memory back: then the same cold read takes up to twice as long, by whichever "
-        "contender, as the ranges show. `blocked` is the time "
-        "that save keeps the trainer with async_=True, in the call and before the optimizer's step, against our "
-        f"synchronous save; between the two are {STEP} s of forward and backward passes on this machine's cores, "
-        "`step`, against the same without a save; on one core: the step computes in one thread, and leaves the other "
-        "cores to the save. The first save, which makes the buffer, is a warm-up."
+        f"The state has {len(SHAPES)} fp32 tensors, {TOTAL / 2**20:.0f} MiB in total. In the case *rows*, each of 2 "
+        f"ranks holds half of every tensor. In *replicas*, each rank holds all tensors. There are {RUNS} turns, and "
+        f"each turn runs the contenders once, in another order. Slow contenders run in {RUNS // SELDOM} turns. "
+        f"par-checkpoint, plain pwrite and plain pread use {THREADS} threads per rank. Every save writes to an empty "
+        "folder after earlier writes have reached the disk, and includes fsync. par-checkpoint also computes and "
+        "verifies a crc32c of every 4 MiB. A load fills existing tensors from files in the page cache; for a *cold* "
+        "load, the files are not in the page cache. The first save allocates the buffer and is not counted.\n\n"
+        "- `ours is faster`: the contender's time divided by par-checkpoint's time, as the median over the turns. "
+        "Above 1, par-checkpoint is faster.\n"
+        "- `disk`: the limit of the disk. One rank writes the same number of bytes from one small buffer into a "
+        "preallocated file, and syncs it.\n"
+        "- `limit`: the time relative to a plain way to move the same bytes (lower is better), as the median over the "
+        "turns. For a save, this is `disk` or pwrite with fsync, whichever has the lower median; for a load, pread "
+        "with a crc32c; for a cold load, pread.\n"
+        "- `blocked`: the time for which a save with async_=True blocks the trainer, in the call and before the "
+        "optimizer's step. Its ratio is relative to the synchronous save of par-checkpoint. Between the call and the "
+        f"optimizer's step, forward and backward passes take {STEP} s.\n"
+        "- `step`: these passes during a save, relative to the same passes without a save. *On one core*, they "
+        "compute in one thread and leave the other cores to the save.\n\n"
+        "New pages of the page cache can cost more than the disk on a virtual machine whose host reclaims free "
+        "memory. A cold read then takes up to twice as long, with every contender, as the ranges show. O_DIRECT needs "
+        "no new pages."
     ),
     "tmpfs": (
-        "The same where files are memory. There is no disk to measure alone and nothing is ever cold; `limit` of a "
-        "save is plain pwrite of the same tensors into a new file, with as many threads."
+        "The same measurements on a file system in memory. There is no disk, and no file is cold. The `limit` of a "
+        "save is plain pwrite of the same tensors into a new file, with the same number of threads."
     ),
 }
 
@@ -329,7 +332,7 @@ def main() -> None:
     if sys.argv[1:]:
         print("\n".join(line for section in sections for line in [section.title, *table(section.rows)]))
     else:
-        write_sections("checkpoint", "Saving and loading", sections)
+        write_sections("checkpoint", "Saving and loading checkpoints", sections)
 
 
 def measured(case: str, place: str, kinds: str, turns: int) -> list[Seconds]:

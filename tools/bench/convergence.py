@@ -91,11 +91,12 @@ def main() -> None:
         for name, run in runs.items()
     ]
     note = (
-        f"{LAYERS} blocks of width {WIDTH}, {CONTEXT} bytes of context, {BATCH} windows a step of the standard "
-        f"library's sources, {STEPS} steps of fused AdamW with clipping, equal initial weights and batches. Losses in "
-        'nats a byte. "bf16 alone" is what the others are there for: bf16 weights and moments rounded to nearest, no '
-        "masters. Times are "
-        "of a CPU, which multiplies fp16 and float8 slowly.\n\n![Losses](convergence.png)"
+        f"Each precision trains {LAYERS} blocks of width {WIDTH} for {STEPS} steps on the sources of Python's standard "
+        f"library. A step has {BATCH} windows of {CONTEXT} bytes. All runs have equal initial weights and batches, "
+        'fused AdamW and gradient clipping. Losses are in nats per byte. The baseline "bf16 alone" has bf16 weights '
+        "and moments, rounded to nearest, without master weights. The times are from a CPU, which is slow at fp16 and "
+        "float8.\n\n"
+        "![Losses](convergence.png)"
     )
     plot(runs)
     write("convergence", "Convergence by precision", rows, note)

@@ -50,12 +50,12 @@ def main() -> None:
     """Computes everything, and writes a row for each thing."""
     rows: list[dict[str, str]] = [*spawned(2, rows_of_two), *spawned(4, rows_of_four)]
     note = (
-        f"A number is the largest difference of a gradient to one device's, relative to the largest number of that "
-        f"gradient, the farthest of all parameters; fp32, {ROWS} x {LENGTH} tokens, gloo. Both cut the model by the "
-        f"plan that they have for it; of par-layers the farther of with and without sequence parallelism. "
-        f"transformers {transformers.__version__}."
+        "Each number is an error of a gradient compared with one device: the largest absolute difference, divided by "
+        "the largest absolute value of that gradient. The table shows the parameter with the largest error. fp32, "
+        f"{ROWS} x {LENGTH} tokens, gloo. Each library shards the model by its own plan. For par-layers, the number is "
+        f"the larger error of two runs, with and without sequence parallelism. transformers {transformers.__version__}."
     )
-    write("existing_models", "Beside transformers' own tensor parallelism", rows, note)
+    write("existing_models", "Compared with Transformers' own tensor parallelism", rows, note)
 
 
 def rows_of_two() -> list[dict[str, str]]:

@@ -95,27 +95,28 @@ def main() -> None:
     if "products" in (chosen.cases or names):
         both = spawned(1, timed_products, chosen.turns)
     of_layer = (
-        "Forward and backward of a whole layer, fp32, SwiGLU: router, dispatch, experts and the sum of outputs, with "
-        "gradients of tokens and of every parameter. Experts are dealt out over the ranks; each rank has tokens of its "
-        "own and one thread. par-layers and transformers have the same router, softmax over the experts and the "
-        "largest ones normalised; DeepSpeed has its own, which computes an auxiliary loss too. The limit is the same "
-        "work as one bare function with a backward by hand (`tools/bench/_experts_limit.py`): no autograd, no check, "
-        f"no option. Times are those of the slowest rank, medians of {chosen.turns} turns or more; CPU is the time "
-        "that a rank computed, the mean of all ranks, without its waiting for others: where quartiles are wide, the "
-        "machine had other work meanwhile, and CPU says more. A ratio is the median of par-layers' time to the "
-        "contender's within a turn, like with like: with the capacity to a contender with one, else without. Below "
-        f"1.00 par-layers is quicker. transformers is version {transformers.__version__}, DeepSpeed "
-        f"{version_of('deepspeed')}."
+        "Forward and backward of a complete layer, fp32, SwiGLU: router, dispatch, experts and the sum of outputs, "
+        "with gradients of the tokens and of every parameter. The experts are distributed over the ranks. Each rank "
+        "has its own tokens and one thread. par-layers and transformers have the same router: a softmax over the "
+        "experts, of which the largest weights are normalized. DeepSpeed has its own router, which also computes an "
+        "auxiliary loss. The limit is the same arithmetic in one function with a handwritten backward "
+        "(`tools/bench/_experts_limit.py`), without autograd, checks and options. Times are those of the slowest "
+        f"rank, medians of at least {chosen.turns} turns. `CPU ms` is the mean CPU time of the ranks, without waits. "
+        "Use it where the quartiles are wide, because the machine had other work then. `par-layers to it` is "
+        "par-layers' time divided by the contender's time, as the median over the turns; below 1.00 par-layers is "
+        "faster. A contender with a capacity is compared with par-layers with a capacity. transformers "
+        f"{transformers.__version__}, DeepSpeed {version_of('deepspeed')}."
     )
     of_products = (
-        "The first product of experts, 256 to 1024 features, fp32, without autograd: one call of `grouped_mm`, and one "
-        "product after the other. The ratio is that of the loop to `grouped_mm`."
+        "The first matmul of the experts, 256 to 1024 features, fp32, without autograd: one call of `grouped_mm`, and "
+        "a loop with one matmul per expert. `ratio` is the loop's time divided by the time of `grouped_mm`; above 1, "
+        "`grouped_mm` is faster."
     )
     sections = [
-        Section(title="Layer", note=of_layer, rows=rows),
-        Section(title="Products", note=of_products, rows=both),
+        Section(title="Complete layer", note=of_layer, rows=rows),
+        Section(title="Expert matmuls", note=of_products, rows=both),
     ]
-    write_sections("experts", "A layer of experts", sections)
+    write_sections("experts", "Mixture-of-experts layer", sections)
 
 
 def earlier() -> tuple[list[dict[str, object]], list[dict[str, object]]]:

@@ -86,7 +86,7 @@ def main() -> None:
         "`ratio` is the median relative to DeviceMesh (lower is better). `growth MB` is the growth of the peak memory "
         "of the process."
     )
-    write("groups", "Own groups on all axes, one rank of 102,400", rows, note)
+    write("groups", "Process groups on all axes, one rank of 102,400", rows, note)
 
 
 def measured(setup: str, body: str) -> list[float]:

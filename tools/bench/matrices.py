@@ -117,18 +117,18 @@ def main() -> None:
             )
     elements = BLOCKS * sum(rows * columns for rows, columns in SHAPES)
     note = (
-        f"{BLOCKS} decoder blocks of width {WIDTH}, {len(SHAPES) * BLOCKS} matrices of {elements / 1e6:.1f}e6 elements "
-        "in all, stage 1, gloo, one thread a rank. The optimizer is Muon in fp32: CPUs are slow at the bf16 in which "
-        "torch.optim.Muon iterates, and slow arithmetic would hide what is sent. A step begins with the gradients: "
-        "their reduction over the data ranks, the exchange over the tensor ranks that cut each matrix by rows, the "
-        "optimizer's step, and the way of the results back. The arithmetic is the same optimizer "
-        "in plain torch, which steps all matrices on all ranks at the same time, divided by the number of ranks. "
-        "Measured is the CPU time of all threads of the rank that computes most: what else the machine does, and what "
-        "a rank waits for the others, do not count. Contenders take turns in the same processes; the ratio is the "
-        "median of the ratios within a turn, with their quartiles. State is that of the rank that has most, and of one "
-        "rank that has all. Four ranks share two cores."
+        f"The model has {BLOCKS} decoder blocks of width {WIDTH}, with {len(SHAPES) * BLOCKS} matrices of "
+        f"{elements / 1e6:.1f}e6 elements in total. ZeRO stage 1, gloo, one thread per rank. The optimizer is Muon in "
+        "fp32. torch.optim.Muon iterates in bf16, in which CPUs are slow, and slow arithmetic would hide the "
+        "communication. A step begins with local gradients. It reduces them over the data ranks, exchanges them over "
+        "the tensor ranks, which shard each matrix by rows, runs the optimizer, and returns the results to all ranks. "
+        "`arithmetic` is the same optimizer in plain torch: all matrices on all ranks at once, divided by the number "
+        "of ranks. Times are the CPU time of all threads on the rank that computes most, so they include neither "
+        "waits nor other work of the machine. The contenders run alternately in the same processes. `ratio` is the "
+        "median over the turns of step to arithmetic, with quartiles (lower is better). `state` is the memory of the "
+        "rank with the most state, out of the memory of an unsharded state. Four ranks share two cores."
     )
-    write("matrices", "Optimizers of whole matrices", rows, note)
+    write("matrices", "Optimizers that need full matrices", rows, note)
 
 
 def timed(layouts: tuple[tuple[int, int], ...]) -> dict[Any, Measured]:

@@ -92,13 +92,14 @@ def main(rounds: int = 5) -> None:
         fastest = median(times[max(times)])
         rows = [row(device, runs[device], times[device], fastest) for device in runs]
     note = (
-        f"Seconds of a step of a GPT with {SIZES.layers} layers of width {SIZES.width} and {ROWS} rows of "
-        f"{SIZES.context} bytes, AdamW in fp32, in one process on a CPU, by the budget of its device: from what "
-        "everything takes down to the least. Beside it is a disk. Away: the part of the optimizer's state that is read "
-        "and written in each step. Kept: activations that layers keep, in the latest step; the rest is computed again. "
-        f"Medians of {rounds} rounds; budgets take turns."
+        f"A training step of a GPT with {SIZES.layers} layers of width {SIZES.width} and {ROWS} sequences of "
+        f"{SIZES.context} bytes, AdamW in fp32, in one process on a CPU. Each row has a smaller device budget, from "
+        "the memory of the unrestricted step down to the minimum. The offload tier is a disk. `away` is the fraction "
+        "of the optimizer state that each step reads from the disk and writes back. `kept` counts the activations "
+        f"that layers saved in the latest step; backward recomputes the rest. Times are medians of {rounds} rounds, "
+        "and each round runs all budgets."
     )
-    write("memory", "A step within a budget", rows, note)
+    write("memory", "A training step within a memory budget", rows, note)
 
 
 def row(device: float, run: Run, times: list[float], fastest: float) -> dict[str, object]:

@@ -46,7 +46,7 @@ NEW_TOKENS = 16
 def main() -> None:
     """Measures, and writes medians, quartiles and ratios."""
     on_one_rank = {name: replace(CASES[name], turns=turns) for name, turns in (("overhead", 40), ("mid-size", 20))}
-    write_sections("models", "An existing model over two ranks", [steps(), loading(), overhead(on_one_rank)])
+    write_sections("models", "A Hugging Face model over two ranks", [steps(), loading(), overhead(on_one_rank)])
 
 
 def steps() -> Section:
@@ -72,10 +72,10 @@ def steps() -> Section:
                 )
     sizes = "; ".join(f"{name}: {case.described()}" for name, case in CASES.items())
     note = (
-        f"{sizes}. Forward, loss and backward in training mode, fp32; generation is greedy, with a dynamic cache, "
-        f"{NEW_TOKENS} tokens after a prompt of 16. {RANKS} gloo ranks, one thread each; times are those of the slower "
-        f"rank, and of the whole model that of ranks that each compute all of it. transformers "
-        f"{transformers.__version__} cuts the model by its own plan."
+        f"{sizes}. Forward, loss and backward in training mode, fp32. Generation is greedy, with a dynamic cache: "
+        f"{NEW_TOKENS} tokens after a prompt of 16. {RANKS} gloo ranks with one thread each. Times are those of the "
+        f"slower rank; for the whole model, each rank computes all of it. transformers {transformers.__version__} "
+        "shards the model by its own plan. Ratios are medians over the turns (lower is better)."
     )
     return Section(title="A step, and generation", note=note, rows=rows)
 

@@ -51,21 +51,27 @@ def main() -> None:
     ]
     sections = [
         Section(
-            title="Rows to columns",
-            note=f"{TENSORS} fp32 tensors of {SHAPE[0]} x {SHAPE[1]} ({TENSORS * bytes_ >> 20} MiB in all), "
-            f"{RANKS} gloo ranks with one thread each. A rank received {received:,} bytes. The lower bound is "
-            f"{TENSORS * bytes_ * (RANKS - 1) // RANKS**2:,} bytes. {TURNS} turns in a drawn order; the ratio is the "
-            "median of those within a turn. Other jobs shared the machine.",
+            title="From rows to columns",
+            note=(
+                f"The state has {TENSORS} fp32 tensors of {SHAPE[0]} x {SHAPE[1]} ({TENSORS * bytes_ >> 20} MiB in "
+                f"total), on {RANKS} gloo ranks with one thread each. A rank received {received:,} bytes. The lower "
+                f"bound is {TENSORS * bytes_ * (RANKS - 1) // RANKS**2:,} bytes. There are {TURNS} turns, and each "
+                "turn runs the contenders in a random order. The ratio is the median over the turns. Other jobs used "
+                "the machine at the same time."
+            ),
             rows=moving,
         ),
         Section(
-            title="The plan of 1 T parameters, 256 to 128 ranks",
-            note="Seconds of one rank's processor in a simulated world. The givers hold experts over 64 and their rows "
-            "over 4, the rest by rows over 256. The takers hold experts over 128, the rest by columns over 8.",
+            title="Plan for 1 T parameters, from 256 to 128 ranks",
+            note=(
+                "CPU seconds of one rank in a simulated world. The sending ranks shard experts over 64 ranks and the "
+                "rows of an expert over 4, and all other tensors by rows over 256 ranks. The receiving ranks shard "
+                "experts over 128 ranks, and all other tensors by columns over 8."
+            ),
             rows=[plan()],
         ),
     ]
-    write_sections("moving", "Moves in memory", sections)
+    write_sections("moving", "Resharding in memory", sections)
 
 
 def measure() -> tuple[dict[str, list[float]], int]:

@@ -44,8 +44,8 @@ def main(*what: str) -> None:
     else:
         section = step(*map(int, what))
     with tempfile.TemporaryDirectory(dir=os.environ.get("OFFLOAD_PATH", ".")) as folder:
-        room = Section(title="A quarter of the room", note=ROOM_NOTE, rows=rows_of_room(folder))
-    write_sections("offload", "State on a disk", [section, room])
+        room = Section(title="With a quarter of the memory", note=ROOM_NOTE, rows=rows_of_room(folder))
+    write_sections("offload", "Optimizer state on a disk", [section, room])
 
 
 def step(parameters: int = 200_000_000, rounds: int = 7) -> Section:

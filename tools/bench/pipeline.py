@@ -112,13 +112,14 @@ def main() -> None:
     )
     counts = " and ".join(f"{turns} turns on {ranks} ranks" for ranks, turns in TURNS.items())
     note = (
-        f"{shapes}; fp32, fused AdamW, gloo, one thread a rank. {counts}, contenders in a random order, each in new "
-        f"processes and of {STEPS} steps after {WARM_UP} that are not counted. Times are those of the slowest rank, "
-        "per step. "
-        "Ratios are medians of those within a turn. The simulation has the medians of the actions of the turn's last "
-        "step, and the optimizer's time is added; it is left out where ranks share cores. What a step takes beyond it "
-        "is partly actions that take longer than their median, such as the first backward, which makes the gradients; "
-        "what ranks wait beyond it is that of the rank that waits longest, as a share of the simulated step."
+        f"{shapes}; fp32, fused AdamW, gloo, one thread per rank. {counts}, with the contenders in a random order. "
+        f"Each contender runs in new processes, for {STEPS} steps after {WARM_UP} warm-up steps. Times are those of "
+        "the slowest rank, per step. `x torch's same` and `x torch's 1F1B` are medians over the turns of the ratio to "
+        "torch's schedule (lower is better). The simulation uses the median time of each action in the turn's last "
+        "step and adds the optimizer's time. It is missing if ranks share cores. `beyond simulation` is the excess of "
+        "the measured step over the simulated step. A part of it are actions that take longer than their median, such "
+        "as the first backward, which allocates the gradients. `waits beyond` is the excess of the waiting time on "
+        "the rank that waits longest, as a fraction of the simulated step."
     )
     write("pipeline", "A training step in a pipeline", rows, note)
 

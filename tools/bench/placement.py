@@ -93,15 +93,18 @@ def main() -> None:
         rows = spawned(2, measure, loop)
         note = f"A step without a budget fetches {rows[0].pop('without')} units. {note_of(loop)}"
         sections.append(Section(title=name[0].upper() + name[1:], note=note, rows=rows))
-    write_sections("placement", "Units within a budget", sections)
+    write_sections("placement", "Parameter prefetch within a budget", sections)
 
 
 def note_of(loop: Loop) -> str:
     """How a loop was measured."""
-    text = f"{BLOCKS} units of {UNIT:,} bytes, room for {ROOM}; all-gathers of the third step, counted on 2 gloo ranks."
+    text = (
+        f"The model has {BLOCKS} units of {UNIT:,} bytes, and the budget is {ROOM} units. The table counts all-gathers "
+        "of the third step on 2 gloo ranks; `of behind` is relative to the policy `behind` (lower is better)."
+    )
     if loop.active:
-        text += f" Between the eighth block and the last but eight, activations take the room of {loop.active}."
-    return text + " Losses are equal, bit by bit."
+        text += f" From the ninth block to the ninth-last, activations use the memory of {loop.active} units."
+    return text + " The losses of all policies are bitwise equal."
 
 
 def measure(loop: Loop) -> list[dict[str, Any]]:

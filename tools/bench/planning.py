@@ -391,16 +391,17 @@ def main() -> None:
     """Measures every layout on some ranks."""
     rows = [row(name, told_by_all(layout)) for name, layout in LAYOUTS.items()]
     note = (
-        "Llama 3.1 405B, and DeepSeek-V3, whose 256 experts a layer have names of their own in the files, in bf16 with "
-        f"master weights and both moments of Adam in fp32, on {RANKS:,} ranks of {HOST} a host, blocks of 4 MiB. Ranks "
-        f"{', '.join(map(str, MEASURED))} are measured, one at a time, each in a process "
-        "of one thread; the worst is shown. What the others tell is made by the same code and handed over as the "
-        "network would. Seconds are those of the processor, from a rank's boxes to the lists of its blocks: claims, "
-        "their digest, the claims of all, coverage, files, plan; `again` is the next time, which finds the plan by the "
-        "digest. MiB are the most that the process had beyond what it had before. Checksums are those of all blocks, "
-        "on the first rank, up to the bytes of the manifest."
+        "The models are Llama 3.1 405B and DeepSeek-V3, in bf16, with fp32 master weights and fp32 Adam moments. The "
+        f"256 experts of a layer of DeepSeek-V3 are separate tensors in the files. {RANKS:,} ranks on hosts of {HOST}, "
+        f"blocks of 4 MiB. Ranks {', '.join(map(str, MEASURED))} are measured one after another, each in a process "
+        "with one thread, and the table shows the slowest. The messages of the other ranks are computed by the same "
+        "code. Seconds are CPU time, from a rank's boxes to the list of its blocks: the rank's claims, their digest, "
+        "the claims of all ranks, the check for gaps, the files and the plan. `again` is the next call, which finds "
+        "the cached plan by the digest. `MiB a rank` is the peak memory of the process, minus its memory before the "
+        "call. The checksum columns cover all blocks of the checkpoint on the first rank, up to the bytes of the "
+        "manifest."
     )
-    write("planning", "Planning on thousands of ranks", rows, note)
+    write("planning", "Checkpoint plans for thousands of ranks", rows, note)
 
 
 if __name__ == "__main__":

@@ -76,14 +76,15 @@ def main() -> None:
         for (case, name, flag), each in times.items()
     ]
     note = (
-        "Small: 300 tensors, 150 of 32 x 32 and 150 of 32; large: 24 of 1024 x 1024; fp32. Flat: the same 300 under "
-        "par-zero at stage 0. After backward: unscale, norm, clip to 1, fused AdamW and "
-        "scale update, of the small ones; fp16 has fp32 masters, so casts of gradients and weights are in its step, "
-        f"and in the others' forward pass. What no clip of DTensors can do without is measured alone, too. "
-        f"{RANKS} gloo ranks, one thread each; times are those of the slowest rank. {TURNS} turns, in each of which "
-        "every contender runs once, in an order of its own; a ratio is the median of those within a turn."
+        "The case *small* has 300 fp32 tensors: 150 of 32 x 32 and 150 of 32. The case *large* has 24 of 1024 x 1024. "
+        "*Flat* is *small* under par-zero at stage 0. An fp16 step covers the work after backward: unscale, norm, "
+        "clip to 1, fused AdamW and the scale update, for the small tensors. The precision `fp16` has fp32 master "
+        "weights, so its step also casts gradients and weights; the others cast in forward. Two rows show only the "
+        f"operations that every clipping of DTensors needs. {RANKS} gloo ranks with one thread each; times are those "
+        f"of the slowest rank. Each of {TURNS} turns runs every contender once, in another order. `ratio` is the "
+        "median over the turns (lower is better)."
     )
-    write("precision", "Norm, clip and an fp16 step", rows, note)
+    write("precision", "Gradient norm, clipping and an fp16 step", rows, note)
 
 
 def contenders() -> list[Contender]:

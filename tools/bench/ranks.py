@@ -37,7 +37,8 @@ def main() -> None:
         }
         for ranks, seconds in sorted(durations(TESTS).items())
     ]
-    write("ranks", "A trivial all-reduce as a test", rows, "Time of the test's call as pytest reports it, one run.")
+    note = "The table shows the duration of the test call in pytest, which includes the start of the ranks, in one run."
+    write("ranks", "Time of a trivial multi-rank test", rows, note)
 
 
 def durations(code: str) -> dict[int, list[float]]:

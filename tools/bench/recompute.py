@@ -149,14 +149,15 @@ def main() -> None:
         )
     write(
         "recompute",
-        "Activations computed again",
+        "Activation checkpointing policies",
         rows,
-        f"Forward and backward of {BLOCKS} blocks of GPT, {WIDTH} wide, {HEADS} heads, {TOKENS} tokens, fp32, two "
-        f"threads, {TURNS} turns of each contender in one process, each turn in another order. The ratio is to keeping "
-        "everything, of compiled blocks to compiled ones that save what they like, the median of the ratios within a "
-        "turn. What is kept is counted after a forward, in activations as wide as a block, without the model's input. "
-        "The best that fits is the fastest, of all that are not compiled, that keeps no more than the budget of "
-        f"Keep, the share of everything in its name. {seconds_of_knapsack()}",
+        f"Forward and backward of {BLOCKS} blocks of a GPT, width {WIDTH}, {HEADS} heads, {TOKENS} tokens, fp32, two "
+        f"threads. Each of {TURNS} turns runs every contender once in the same process, in another order. `ratio` is "
+        "the time relative to the contender that saves everything; for compiled blocks, relative to compiled blocks "
+        "without a policy. It is the median over the turns (lower is better). `keeps` counts the saved activations "
+        "after forward, without the model's input, in units of one block's output. `to the best that fits` compares "
+        "`Keep` with the fastest uncompiled contender that saves no more than the budget. The name of `Keep` contains "
+        f"its budget, as a fraction of all activations. {seconds_of_knapsack()}",
     )
 
 

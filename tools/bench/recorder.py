@@ -47,22 +47,28 @@ def main() -> None:
     sizes = f"{BLOCKS} blocks of width {WIDTH} over {RANKS} tensor ranks of gloo, batch {BATCH} x {LENGTH}, one thread"
     sections = [
         Section(
-            title="The watch",
-            note=f"{sizes}: forward, backward and {collectives} collectives a step. Mean of {STEPS} steps in each of "
-            f"{TURNS} turns, in one process, milliseconds of the processor; the ratio is the median of those within a "
-            "turn. As nothing is done for an operation, all that the watch can cost is its thread, which is measured "
-            f"by itself, too: {IDLE} s in which the rank sleeps. To read the last 2,000 operations with their call "
-            f"sites takes {first:.2f} s at first and {again:.3f} s again.",
+            title="Watchdog",
+            note=(
+                f"{sizes}. A step has a forward, a backward and {collectives} collectives. Each value is the CPU time "
+                f"of a step: the mean of {STEPS} steps in each of {TURNS} turns, in one process. The ratio is the "
+                "median over the turns (lower is better). The watchdog adds no work to a collective, so its only "
+                f"cost is its thread. The thread's cost is also measured separately, during {IDLE} s in which the "
+                f"rank sleeps. A read of the last 2,000 collectives with their call sites takes {first:.2f} s the "
+                f"first time and {again:.3f} s afterwards."
+            ),
             rows=watching,
         ),
         Section(
-            title="The record",
-            note=f"An all-reduce of ten numbers on one rank of gloo, {DEPTH} calls deep, in {PROCESSES} fresh "
-            "processes each, in turn; microseconds of the processor. torch keeps this record in any case.",
+            title="Flight recorder",
+            note=(
+                f"CPU time of an all-reduce of ten numbers on one rank of gloo, called from a stack of {DEPTH} "
+                f"frames. Each contender runs in {PROCESSES} fresh processes, alternately. torch writes this record "
+                "with or without par-diagnosis."
+            ),
             rows=[row(name, seconds, recording[OFF], "us an operation", 1e6) for name, seconds in recording.items()],
         ),
     ]
-    write_sections("recorder", "A flight recorder, and the watch beside a step", sections)
+    write_sections("recorder", "Cost of the watchdog and the flight recorder", sections)
 
 
 def row(

@@ -37,9 +37,9 @@ def main() -> None:
                     }
                 )
     note = (
-        f"Medians of {TURNS} turns, in each of which the contenders come in an order of its own; a ratio is the median "
-        "of those within a turn. The third one draws its random numbers from torch's generator, so they depend on "
-        "how a tensor is cut and on what was drawn before; it does not keep NaN."
+        f"Medians of {TURNS} turns; each turn runs the contenders once, in another order. Ratios are medians over the "
+        "turns (lower is better). The third contender draws its random numbers from torch's generator, so its result "
+        "depends on the sharding of a tensor and on earlier draws. It does not preserve NaN."
     )
     write("rounding", "Stochastic rounding on the CPU", rows, note)
 

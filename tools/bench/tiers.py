@@ -53,15 +53,16 @@ def main() -> None:
     rows += [row(turns, "behind", f"behind {name}", what, "disk") for name, what in BEHIND.items()]
     rows += [row(turns, "load", name, what, "disk, cold") for name, what in LOADS.items()]
     note = (
-        f"{len(SHAPES)} fp32 tensors, {TOTAL / 2**20:.0f} MiB together, of which each of 2 ranks holds half the rows; "
-        "each rank is a host of its own by name, with a folder of its own in /dev/shm. `save` is the time that the "
-        "trainer is kept, `behind` that from the call until all tiers have the checkpoint, `load` that until the "
-        "tensors are filled, with all checksums compared; each from the first rank's begin to the last one's end. "
-        f"Medians of {TURNS} turns, each in an order of its own; `of the disk's` is the median of the ratios within a "
-        "turn, to a save to the disk or a load from the cold one. Between the two ranks is the loopback of one "
-        "machine, whose cores do all of it: what goes on behind a save takes them, too."
+        f"The state has {len(SHAPES)} fp32 tensors, {TOTAL / 2**20:.0f} MiB in total. Each of 2 ranks holds half of "
+        "the rows. Each rank stands for one host, with its own folder in /dev/shm. `save` is the time for which the "
+        "call blocks the trainer. `behind` is the time from the call until all tiers have the checkpoint. `load` is "
+        "the time until the tensors are filled and all checksums verified. Each time runs from the first rank's begin "
+        f"to the last rank's end. Values are medians of {TURNS} turns; each turn runs the contenders in another order. "
+        "`of the disk's` is the time relative to a save to the disk, or to a load from a cold disk, as the median "
+        "over the turns (lower is better). The two ranks communicate over the loopback of one machine, and background "
+        "work of a save uses the same cores."
     )
-    write("tiers", "Tiers", rows, note)
+    write("tiers", "Checkpoint tiers", rows, note)
 
 
 BEHIND = {name: SAVES[name] for name in ("tiers", "tiers, async")}

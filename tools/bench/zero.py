@@ -70,13 +70,13 @@ def main() -> None:
     rows = [row for ranks in RANKS for case in CASES for row in rows_of(ranks, case, spawned(ranks, timed, case))]
     shapes = "; ".join(f"{c.name}: {c.blocks} blocks of {c.width}, batch {c.batch}, {c.turns} turns" for c in CASES)
     note = (
-        f"{shapes}; fp32, fused AdamW, gloo, one thread a rank. Times are those of the slowest rank, per step, "
-        "contenders in turn in the same processes, each turn in another order and after a step that is not counted. "
-        "The ratio is the median of the ratios within a turn, with their quartiles. CPU is what all threads of all "
-        "ranks used. The peak is by how much resident memory grew on the rank where it grew most, from before the "
-        "model was made to the highest point of later steps."
+        f"{shapes}; fp32, fused AdamW, gloo, one thread per rank. Times are those of the slowest rank, per step. The "
+        "contenders run alternately in the same processes, in another order in each turn, each after one warm-up "
+        "step. `ratio` is the median over the turns, with quartiles (lower is better). `CPU ms` is the CPU time of "
+        "all threads of all ranks. `peak MB` is the growth of resident memory on the rank with the largest growth, "
+        "from before the model is created to the peak of later steps."
     )
-    write("zero", "A training step, sharded", rows, note)
+    write("zero", "A training step under ZeRO", rows, note)
 
 
 def rows_of(ranks: int, case: Case, turns: Sequence[Turn]) -> list[dict[str, object]]:

@@ -62,10 +62,10 @@ class Checkpoints:
         root: The folder that holds `step-00000100` and so on; a URL goes through fsspec. With tiers: its name in each
             of them, such as "gpt".
         every: Number of steps between two saves.
-        keep_last: Number of the newest checkpoints to keep; older ones are removed when a later one is there whole, in
-            the background if that is saved there. None: all stay. With tiers: one number for all, or a list of one for
-            each. There older ones go when the later one is in all tiers.
-        keep_every: Checkpoints of steps that are multiples of this number stay for good. None: of no step.
+        keep_last: Number of newest checkpoints to keep. Older checkpoints are removed after a newer one is complete (in
+            the background, if that save is in the background). With tiers: one number for all tiers, or a list with a
+            number per tier; older checkpoints are removed after the newer one is complete in all tiers. None: keep all.
+        keep_every: Checkpoints of steps that are multiples of this number are never removed. None: no such exception.
         tiers: Storage tiers that each keep the checkpoints. Default: only `root`.
         group: The ranks that save and load together; default: the world.
 
@@ -77,7 +77,7 @@ class Checkpoints:
             checkpoints.save(step + 1, model=model, optimizer=optimizer, async_=True)
 
     Raises:
-        ValueError: A number that is not positive, an empty root, or tiers that cannot be.
+        ValueError: A number is not positive, the root is empty, or the tiers contradict each other.
     """
 
     def __init__(

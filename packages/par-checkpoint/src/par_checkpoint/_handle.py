@@ -38,7 +38,7 @@ class Save:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """The checkpoint's folders in the tiers that do not have it yet, the nearest first."""
+        """Folders of the checkpoint in the tiers where it is not complete yet, nearest tier first."""
         return self._missing
 
     def done(self) -> bool:

@@ -140,7 +140,7 @@ def is_called_by_state_dict_of_dcp() -> bool:
 
     `_get_optim_state_dict` and `_load_optim_state_dict` exist since torch 2.2. `get_optimizer_state_dict`,
     `set_optimizer_state_dict` and their like call them. They look for an optimizer's tensors among a module's
-    parameters and end in a KeyError if it holds other tensors. No public API tells who calls.
+    parameters and end in a KeyError if it holds other tensors. No public API reports the caller.
     """
     module = sys.modules.get("torch.distributed.checkpoint.state_dict")
     if module is None:

@@ -55,7 +55,7 @@ class NormShape:
     Args:
         tokens: Number of tokens, batch x sequence.
         features: Features that are normalised.
-        mean: Whether it is LayerNorm.
+        mean: Whether the mean is subtracted, as in LayerNorm.
     """
 
     tokens: int | Fraction

@@ -119,8 +119,9 @@ def convert_to_float8_(
 ) -> nn.Module:
     """Replace nn.Linear layers by `Float8Linear`, in place. Parameters, hooks and names stay the same objects.
 
-    Layers of other classes that have `in_features`, `out_features` and an attribute `linear`, which is None or a
-    function in the place of torch's product, as those of par-layers have, get `float8_linear` there.
+    The layers of par-layers are converted, too. They have an attribute `linear`, a function that replaces torch's
+    matmul if it is not None; this call sets it to `float8_linear`. Any class with `in_features`, `out_features` and
+    such an attribute works in the same way.
 
     Args:
         module: Model; subclasses of nn.Linear in it stay unchanged.
@@ -134,8 +135,8 @@ def convert_to_float8_(
         The module; a new one only if it is itself an nn.Linear.
 
     Raises:
-        RuntimeError: A device that has no float8 products.
-        ValueError: A chosen layer with sizes that are not multiples of 16, or no layer to swap.
+        RuntimeError: The device does not support float8 matmuls.
+        ValueError: A size of a chosen layer is not a multiple of 16, or no layer is chosen.
     """
     layers = float8_layers(module, chosen)
     if not layers:

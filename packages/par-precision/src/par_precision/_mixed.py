@@ -57,7 +57,8 @@ class StochasticRounding:
 
     Args:
         seed: Seed of the random bits, equal on all ranks.
-        moments: dtype of the optimizer's moments: torch.bfloat16 makes 8 bytes a parameter in all, torch.float32 12.
+        moments: dtype of the optimizer's moments. With torch.bfloat16, weights, gradients and state take 8 bytes per
+            parameter in total; with torch.float32, 12.
 
     Raises:
         ValueError: The dtype of moments is not supported.

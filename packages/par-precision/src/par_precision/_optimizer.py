@@ -70,10 +70,12 @@ class Clip(NamedTuple):
 
 
 class MixedOptimizer(Optimizer):
-    """A torch optimizer around the user's. Param groups and state are the user's optimizer's own objects.
+    """A wrapper of the user's optimizer that unscales and clips gradients and skips overflowing steps.
 
-    Fused optimizers (`fused=True`) unscale, clip and skip inside their kernels, and the host waits for nothing. Others
-    need one read of the host in each step. On a CPU that is free, and spares kernels the question.
+    Its param groups and state are the same objects as in the user's optimizer.
+
+    Fused optimizers (`fused=True`) unscale, clip and skip inside their kernels, and the host never waits. With any
+    other optimizer the host reads one flag of the device in each step; on a CPU this read costs nothing.
 
     Args:
         inner: Optimizer of the user.
@@ -81,12 +83,12 @@ class MixedOptimizer(Optimizer):
         scaling: Loss scale, loss weights and counters.
         clip: Limits for gradients.
         policy: Contexts for forward and backward.
-        group: Ranks that sum. None: only this rank.
-        device: Device of the sums.
+        group: Process group over which gradient norms and loss weights are summed. None: only this rank.
+        device: Device of these sums.
 
     Attributes:
         inner: Optimizer of the user.
-        group: Ranks that sum. None: only this rank.
+        group: Process group over which gradient norms and loss weights are summed. None: only this rank.
         scaling: Loss scale and number of skipped steps; can be saved like an lr scheduler.
         last: Result of the last step; None before the first step.
         sums: What the ranks sum in a step; `ExactSums.use` replaces it.
@@ -136,9 +138,9 @@ class MixedOptimizer(Optimizer):
             inputs: Tensors that receive gradients. Default: all leaves.
 
         Raises:
-            TypeError: A loss of whole numbers.
-            ValueError: A weight that is no number of items, or that others of the step lack; or several ranks and no
-                group to sum weights over.
+            TypeError: The loss has an integer dtype.
+            ValueError: The weight is not a number of items, only some losses of the step have a weight, or there are
+                several ranks and no group over which to sum the weights.
         """
         scaled = self.scale(loss, weight)
         self._weights.take_stand_ins()
@@ -148,10 +150,10 @@ class MixedOptimizer(Optimizer):
     def scale(self, loss: Tensor, weight: float | Tensor | None = None) -> Tensor:
         """Return the loss times the loss scale, for a trainer or a pipeline that calls backward itself.
 
-        With weights the step makes gradients exact means: over all items of all losses since the last step, of all
-        ranks of the group that gave any. Gradients are to be averaged over data ranks as ever; the group must have all
-        of these, and ranks that share a replica of the model give the same weights. A rank whose batch has no items
-        gives a loss of 0 and weight 0; one that has no loss, such as a pipeline's first, does not call this.
+        With weights, the step turns gradients into exact means over all items: of all losses since the last step, on
+        all ranks of the group. Average gradients over the data ranks as usual. The group must contain all data ranks,
+        and ranks that share a replica of the model must pass the same weights. A rank whose batch has no items passes a
+        loss of 0 and the weight 0. A rank without a loss, such as a pipeline's first, does not call this method.
 
         Args:
             loss: A scalar.
@@ -159,7 +161,7 @@ class MixedOptimizer(Optimizer):
                 every data rank and every loss counts the same, as under DDP.
 
         Raises:
-            TypeError: A loss of whole numbers.
+            TypeError: The loss has an integer dtype.
             ValueError: A weight that is no number of items; weights for some losses of a step and none for others; or
                 several ranks and no group to sum them over.
         """

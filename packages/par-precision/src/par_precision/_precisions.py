@@ -15,7 +15,7 @@ class Precision:
         masters: Whether the optimizer gets fp32 copies of the parameters.
         scaled: Whether the loss is scaled by default, because small gradients would become 0.
         rounded: Whether new parameters are rounded stochastically, since they have no masters.
-        tf32: Whether fp32 products drop digits.
+        tf32: Whether fp32 matmuls use TF32.
         float8: Whether linear layers multiply float8 numbers.
     """
 

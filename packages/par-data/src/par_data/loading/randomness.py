@@ -19,11 +19,11 @@ _T = TypeVar("_T")
 
 
 class RandomStream:
-    """A separate state of all random generators: while it is entered, the program's generators draw from it.
+    """A separate state of all random generators, from which they draw between `enter` and `leave`.
 
     Args:
         key: Seed of the stream; equal keys give equal numbers.
-        states: A state to continue instead of the key, as `get_random_states` returns it.
+        states: Result of `get_random_states` from which the stream continues, instead of a key.
 
     Attributes:
         is_entered: Whether the program's generators draw from this stream now.

@@ -110,7 +110,7 @@ class Corpus:
         return np.flatnonzero(~held_out), np.flatnonzero(held_out)
 
     def targets(self, begin: int, end: int) -> NDArray[np.bool_]:
-        """Return for each of the tokens begin .. end - 1 whether it is a target, bool [end - begin]."""
+        """Return a mask of the tokens begin .. end - 1 that the loss counts as targets, bool [end - begin]."""
         if self.trained is None:
             return np.ones(end - begin, np.bool_)
         low = begin // 8

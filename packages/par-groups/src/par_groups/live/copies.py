@@ -56,7 +56,7 @@ class HostCopy:
         return self.source is not None or self._returning is not None
 
     def send(self) -> None:
-        """Begin the copy out, unless it has begun."""
+        """Start the copy to the host, unless it has started."""
         if self.source is None or self.host is not None:
             return
         out, _ = self._streams

@@ -179,7 +179,7 @@ class ProcessGroups:
         return self.global_rank == 0
 
     def rank_seed(self, axes: Axes, seed: int) -> int:
-        """Return a seed of 63 bits that differs exactly between ranks with different coordinates on `axes`.
+        """Return a 63-bit seed: equal on ranks with the same coordinates on `axes`, different on all other ranks.
 
         Args:
             axes: Axes along which randomness differs, such as "data"; with (), all ranks have the same seed.

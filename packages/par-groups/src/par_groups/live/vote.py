@@ -8,10 +8,10 @@ from .copies import copy_to_host
 
 
 class Vote:
-    """The largest number of any rank, once a step.
+    """An all-reduce (max) of one number over all ranks, once per step.
 
-    All-reduce (max) of one number over the world, from host memory under gloo. On another device the host reads the
-    number a step later, when it has arrived, so that the host never waits for the running step.
+    Under gloo the number is in host memory. On another device the host reads the result one step later, so that it
+    never waits for the running step.
 
     Args:
         device: The device on which the ranks communicate.

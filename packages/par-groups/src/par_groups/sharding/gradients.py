@@ -118,10 +118,10 @@ def on_written(tensors: Iterable[torch.Tensor], callback: Written) -> Registrati
 
 
 def written_(tensors: Iterable[torch.Tensor]) -> None:
-    """Notify all holders of copies that these tensors were written from outside the optimizer.
+    """Report that these tensors were written from outside the optimizer to every object that keeps a copy of them.
 
-    Call this function after you load a checkpoint or change weights. Otherwise old fp32 masters overwrite the new
-    weights in the next step. Each registered callback is called once.
+    Call this function after you load a checkpoint or change weights. Otherwise the next step overwrites the new weights
+    with the old fp32 masters. Each registered callback is called once.
 
     Args:
         tensors: Written tensors.

@@ -217,7 +217,7 @@ class GlobalTensor:
 
 
 def intersect_rectangles(one: Rectangle, other: Rectangle) -> Rectangle | None:
-    """Return the rectangle that two rectangles of a tensor have in common; None without a common element."""
+    """Return the intersection of two rectangles of a tensor; None if they do not overlap."""
     start = tuple(map(max, one[0], other[0]))
     stops = (min(a + n, b + m) for a, n, b, m in zip(*one, *other, strict=True))
     size = tuple(stop - low for stop, low in zip(stops, start, strict=True))

@@ -60,12 +60,12 @@ class Segments:
     """Segments of a flat buffer, in order.
 
     Args:
-        segments: Segments, each name once.
+        segments: Segments in buffer order, with distinct names.
         derived: Whether the buffer is computed from the parameters with these names before every use. A checkpoint that
             contains the parameters need not contain a derived buffer. Default: False.
 
     Raises:
-        ValueError: A name is given twice.
+        ValueError: Two segments have the same name.
     """
 
     def __init__(self, segments: Iterable[Segment], *, derived: bool = False, apart: bool = False) -> None:

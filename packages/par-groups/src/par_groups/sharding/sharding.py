@@ -79,7 +79,7 @@ class Box:
         """Return this box as a view of the local tensor, of shape `size`.
 
         Raises:
-            ValueError: The local tensor is too small, or not contiguous where the box is only a part of it.
+            ValueError: The local tensor is too small, or it is not contiguous and the box is only a part of it.
         """
         local = part_of(local)
         if self.last >= local.numel():

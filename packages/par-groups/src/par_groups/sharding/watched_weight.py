@@ -32,7 +32,9 @@ class WatchedWeight(nn.Parameter):
 
 
 def watch_weight_(parameter: nn.Parameter) -> None:
-    """Make an ordinary parameter a `WatchedWeight`. A parameter of another class, such as a DTensor, is unchanged.
+    """Turn a parameter into a `WatchedWeight`, so that writes to `parameter.data` are noticed.
+
+    A parameter of another class, such as a DTensor, is unchanged.
 
     Args:
         parameter: The parameter; it stays the same object.

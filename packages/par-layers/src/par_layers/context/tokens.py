@@ -132,9 +132,10 @@ class Tokens:
         return np.where(index + 1 < self.bounds()[1][:, index], index + 1, -1)
 
     def merged(self, ranks: int) -> "Tokens":
-        """Return the split over groups of `ranks` neighbours, each as one rank that holds the tokens of the group.
+        """Return the coarser split in which each group of `ranks` neighbouring ranks counts as a single rank.
 
-        This is how attention sees the sequence between an exchange of tokens for heads inside the groups.
+        Attention uses it after the ranks of a group have exchanged tokens for heads, as in Ulysses: each of these ranks
+        then has all tokens of its group.
 
         Raises:
             ValueError: The ranks do not divide into such groups.

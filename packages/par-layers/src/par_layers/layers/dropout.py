@@ -103,10 +103,10 @@ def _along(axes: Axes, length: int, device: torch.device, grid: Grid) -> Tensor:
 
 
 def active_dropouts(model: nn.Module) -> dict[str, str]:
-    """Return the modules that drop something in training, by name, and their option, such as "p=0.1".
+    """Return the dropout setting of each module that drops activations in training, by name, such as "p=0.1".
 
-    A module of torch has its rate in `p`. Modules that call a function, such as the attention of a transformers model,
-    have it in an attribute with "drop" in its name, such as `attention_dropout`.
+    The dropout modules of torch store their rate in `p`. Other modules, such as the attention of a Transformers model,
+    call a function; their rate is in an attribute with "drop" in its name, such as `attention_dropout`.
 
     Args:
         model: Any module.

@@ -31,9 +31,9 @@ class Parallelization:
         layers: Layer set whose tensor group shards the model.
         logits: Layout of the logits: "sharded" over the vocabulary, "full" for gathered, and "auto" for gathered,
             except that a forward in training with labels gathers them when they are read.
-        vocabulary: Number of classes of the logits; None for a model without logits.
+        vocabulary: Size of the logits' last dim; None for a model without logits.
         table: Lines about the parameters: name, style, full shape, local shape, and axes of partial gradients.
-        over: Losses of sharded logits; None for a model without logits.
+        over: Loss functions for logits that are sharded over the vocabulary; None for a model without logits.
         digest: Hash that all ranks agreed on.
         head: Switch of the output embedding, which gathers logits or not; None without a sharded output embedding.
     """

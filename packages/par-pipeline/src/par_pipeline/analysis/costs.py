@@ -42,10 +42,10 @@ class Costs:
                     raise ValueError(f"the cost {name} is {number}, it must be a number of at least 0")
 
     def by_stage(self, stages: int) -> StageCosts:
-        """Spreads the costs out, so that each is a list with one number per stage.
+        """Return the same costs with every cost as a list of one number per stage.
 
         Raises:
-            ValueError: A list is for another number of stages.
+            ValueError: A list has a different number of stages.
         """
         lists = []
         for name, cost in vars(self).items():

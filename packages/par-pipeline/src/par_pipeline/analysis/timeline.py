@@ -37,7 +37,7 @@ class Timeline:
 
     @property
     def start(self) -> float:
-        """When the first action started."""
+        """Start time of the first action, in the unit of the times."""
         return min(track.start for track in self._tracks)
 
     @property

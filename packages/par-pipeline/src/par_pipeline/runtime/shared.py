@@ -19,19 +19,20 @@ Exchange = Callable[[Cuts | None, list[Tensor]], Sequence[tuple[Cuts | None, Seq
 
 
 class Shared:
-    """Keeps copies of parameters on several ranks alike: the same values, and the sum of their gradients.
+    """Parameters that several pipeline ranks share, such as the weight of an embedding and of the head.
 
-    Their records become copies of each other, so that a gradient norm and a checkpoint count them once; make this
-    before a data-parallel wrapper or an optimizer with masters reads them. Two stages of one rank simply use one
-    parameter. Collective over the group, as are its methods.
+    All ranks start from the same values, and their gradients are summed. The sharding metadata marks the parameters as
+    replicas, so that a gradient norm and a checkpoint count them once. Create this object before a data-parallel
+    wrapper or an optimizer with fp32 masters reads the metadata. Two stages on the same rank do not need it: they can
+    use one parameter. The constructor and all methods are collective over the group.
 
     Args:
-        parameters: This rank's parameters, by their names in its stage. Names may differ between ranks, order and
-            shapes may not. Empty where no stage uses any.
-        group: The ranks of the pipeline.
-        replicas: The ranks that run the same stages on other data, if there are any.
-        optimizer: The optimizer of this rank's parameters, where it holds their gradients itself, as par-zero's does.
-            Default: each parameter has its own gradient.
+        parameters: This rank's parameters, by name in its stage. Names may differ between ranks; the order and the
+            shapes must be equal. Empty on a rank whose stages use none of them.
+        group: Process group of the pipeline.
+        replicas: Process group of the ranks that run the same stages on other data. Default: no such ranks.
+        optimizer: Optimizer of this rank's parameters, if it stores their gradients itself, as under par-zero.
+            Default: the gradients are in `parameter.grad`.
 
     Raises:
         ValueError: The ranks have different numbers, shapes or dtypes, or a parameter is frozen on some of them; on

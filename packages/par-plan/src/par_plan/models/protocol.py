@@ -32,7 +32,7 @@ class PlannedModel(Protocol):
 
     @property
     def tied(self) -> bool:
-        """Whether the table of the embedding is the classifier's weight, too."""
+        """Whether the embedding and the classifier share one weight."""
 
     @property
     def checkpointing(self) -> bool:

@@ -378,7 +378,7 @@ class Strategy(StrategyFiles):
 
     @contextmanager
     def no_sync(self, model: nn.Module, *, keep: bool = True) -> Iterator[None]:
-        """A context in which backward passes accumulate gradients on each rank; the first pass after it reduces them.
+        """Return a context in which each rank accumulates gradients; the first backward after it reduces them.
 
         Args:
             model: The model that `initialize` returned.

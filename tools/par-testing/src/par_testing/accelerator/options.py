@@ -95,7 +95,8 @@ class Accelerator:
 def accelerator_type() -> str:
     """Return the type of the device that tests of a GPU run on: "strict" under `pytest --accelerator`, else torch's.
 
-    A test module calls it at its top, where the process has no strict device yet. "cpu" says that there is no GPU.
+    A test module calls it when it is imported, before the process has a strict device. "cpu" means that the machine has
+    no GPU.
     """
     if os.environ.get(ENVIRONMENT):
         return NAME

@@ -129,14 +129,14 @@ def waits_seen() -> dict[tuple[str, str], int]:
 
 
 def pageable_seen() -> dict[str, int]:
-    """Return how many non_blocking copies of memory that is not pinned there were since the last call, by where."""
+    """Return the number of `non_blocking` copies from or to pageable memory since the last call, by call site."""
     seen = dict(state.pageable)
     state.pageable.clear()
     return seen
 
 
 def races_seen() -> list[str]:
-    """Return the messages of races since this was last called, of a device with `races="record"`."""
+    """Return the race messages since the last call. The device must have `races="record"`."""
     seen = list(state.races)
     state.races.clear()
     return seen

@@ -56,9 +56,9 @@ def live_bytes(
 
 
 def live_storages() -> dict[int, torch.UntypedStorage]:
-    """The storages of all tensors that Python knows, by a number that each has as long as somebody keeps it.
+    """Return the storages of all live tensors, by an id that is unique while the storage is alive.
 
-    Sparse and meta tensors have none. Garbage is not collected before.
+    Sparse and meta tensors are left out. The function does not collect garbage first.
     """
     found = (item for item in gc.get_objects() if issubclass(type(item), Tensor))
     tensors = (tensor for tensor in found if tensor.layout is torch.strided and not tensor.is_meta)

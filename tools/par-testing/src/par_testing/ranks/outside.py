@@ -25,20 +25,20 @@ _TIMEOUT = timedelta(minutes=10)
 def on_strict_ranks(
     processes: int, measure: Callable[..., Any], *arguments: object, strict: Strict, start_method: str = "spawn"
 ) -> list[Any]:
-    """Calls a function on strict ranks that are started for it.
+    """Start strict ranks, call a function on each of their processes, and return its results.
 
     Args:
-        processes: The number of processes; the world has `strict.alike` times as many ranks.
-        measure: The function, which a process can import.
-        arguments: Its arguments, which can be pickled.
-        strict: What is enforced, and what time is reckoned.
-        start_method: How multiprocessing starts the processes.
+        processes: Number of processes. Each process stands for `strict.alike` ranks that do identical work.
+        measure: Function to call. The processes must be able to import it.
+        arguments: Arguments of the function; they must be picklable.
+        strict: Rules of NCCL to enforce, and the virtual clock.
+        start_method: Start method of multiprocessing. Default: "spawn".
 
     Returns:
-        What it gave on each process.
+        Results of the function, one per process.
 
     Raises:
-        torch.multiprocessing.ProcessRaisedException: It raised on a process; the others are ended.
+        torch.multiprocessing.ProcessRaisedException: The function raised in a process. All other processes are killed.
     """
     with Referee(processes, strict) as referee, tempfile.TemporaryDirectory(prefix="par-testing-") as name:
         place = _Place(processes=processes, folder=Path(name), referee=referee.folder, strict=strict)

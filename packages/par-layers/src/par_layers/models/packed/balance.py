@@ -15,7 +15,7 @@ _AXES = ("data", "sequence", "expert")
 
 
 def sync_aux_loss_(model: M, groups: ProcessGroups | dist.ProcessGroup) -> M:
-    """Compute a Transformers model's load-balancing loss over the tokens of all ranks, in place.
+    """Make a Transformers model compute its load-balancing loss over the tokens of all ranks, in place.
 
     With `output_router_logits`, such a model adds E * sum(f * P) to its loss in training: f is the fraction of tokens
     routed to an expert, and P the mean of its scores, over the tokens of all layers in one forward. Each rank computes

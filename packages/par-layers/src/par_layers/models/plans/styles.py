@@ -93,7 +93,10 @@ class PartialGradient(Style):
 
 @dataclass(frozen=True)
 class Replicated(Style):
-    """A part that is whole on every rank; for a module with Columns: each of them copies its input for itself."""
+    """A parameter or module that is replicated on every rank.
+
+    On a module that contains ColumnParallel linears, it makes each of them all-reduce its own input gradient.
+    """
 
 
 @dataclass(frozen=True)

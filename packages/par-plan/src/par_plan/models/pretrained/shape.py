@@ -129,7 +129,7 @@ class PretrainedShape:
     # What a topology leaves of it
 
     def part(self, pipeline: PipelineCost, place: PipelineRank) -> ModelSlice:
-        """Return the slice of the model on a pipeline rank; different layers have different kinds."""
+        """Return the layers of the model on a pipeline rank, counted by kind (such as dense or mixture of experts)."""
         runs = []
         for stage in place.stages:
             start, stop = stage_run(self.layers, pipeline.stages, stage)
@@ -201,7 +201,7 @@ class PretrainedShape:
         )
 
     def count(self, split: TensorSplit, part: ModelSlice) -> ParameterCount:
-        """Return the parameter count of a rank, as `par_layers.plan_shardings` shards its layers and ends."""
+        """Return the parameter count of a rank, with the shards that `par_layers.plan_shardings` plans."""
         rank = self._known(split)
         ends, shares = rank.ends[part.first, part.last], in_runs(part, rank.kinds)
         return ParameterCount(
