@@ -41,12 +41,14 @@ def cheapest(frame: Predictor, job: TrainingJob, within: float = math.inf) -> tu
 
     if not any(machine.offload_capacity(frame.topology.world_size).values()):
         least = with_all_there(kinds[-1])
-        if not least.fits(machine):  # nor does what computes less again
+        # Without another tier, full recomputation needs the least memory. If it does not fit, nothing does.
+        if not least.fits(machine):
             return least, _too_small(least, machine)
     best: Prediction | None = None
     problem: TooSmallError | None = None
     for recompute in kinds:
         made = with_all_there(recompute)
+        # Each further policy recomputes more, and offloading only adds time to it.
         if best is not None and made.seconds >= best.seconds:
             break  # nothing that is away makes it faster
         if made.seconds > within and best is None:
@@ -54,6 +56,7 @@ def cheapest(frame: Predictor, job: TrainingJob, within: float = math.inf) -> tu
         if made.fits(machine):
             return made, None
         least = made
+        # Which state is cheaper to offload depends on the links, so either one is tried first.
         for first in {source.name: None for source in made.ranks[0].sources}:
             try:
                 away = frame.predict(offload_to_fit(made, machine, first))
@@ -84,8 +87,10 @@ def offload_to_fit(made: Prediction, machine: Machine, first: str = "optimizer")
     parts: dict[str, float] = {}
     for rank in made.ranks:
         for name, part in _parts_away(rank, room, machine, first).items():
+            # A job has one fraction for all ranks, so the rank that lacks the most memory decides.
             parts[name] = max(part, parts.get(name, 0.0))
-    fullest = max(made.ranks, key=lambda rank: rank.parameters)  # what fits it fits all
+    # The rank with the most parameters offloads the most bytes, so tiers that suffice for it suffice for all.
+    fullest = max(made.ranks, key=lambda rank: rank.parameters)
     sources = sorted(fullest.sources, key=lambda source: source.name != first)
     there = offload_missing(sum(parts[source.name] * source.frees for source in sources), sources, rooms).parts
     optimizer, parameters = there.get("optimizer", {}), there.get("parameters", {})
@@ -118,6 +123,7 @@ def _parts_away(rank: RankPrediction, room: float, machine: Machine, first: str)
         shrinks = source.frees
         if source.name == "optimizer" and not machine.gloo:
             shrinks += memory.step  # the step's own copies of gradients follow the state
+        # The fraction must suffice at both peaks, and offloading shrinks them by different amounts.
         part = min(1.0, max(0.0, in_backward / source.frees, in_step / shrinks))
         in_backward -= part * source.frees
         in_step -= part * shrinks

@@ -123,6 +123,7 @@ class Prediction:
     def binds(self, machine: Machine) -> str:
         """Return the tier that makes the step slower: "device", "host", or "" for neither."""
         job = self.job
+        # Only a full host sends state on to the slower disk.
         if (job.disk or job.parameters_disk) and machine.tiers.host_memory:
             return "host"
         return "device" if job.recompute or job.optimizer_offloaded or job.parameters_offloaded else ""
@@ -198,6 +199,7 @@ class Predictor:
         for place, part, numbers_of_ranks in _kinds_of_places(self.model, pipeline):
             state = self._state(part, job)
             work = self._work_of(model, place, part, state, job)
+            # The largest microbatch decides the peak, although only some microbatches have this size.
             activations, logits = model.activations(split, sequence, pipeline, place, job, max(self._pieces))
             own, movable = state.own, state.sources
             rank = RankPrediction(
@@ -229,9 +231,11 @@ class Predictor:
 
     def _state(self, part: ModelSlice, job: TrainingJob) -> "_StageState":
         """Return the persistent state of a slice, at the job's stage."""
+        # The search asks for the same slice and stage in many schedules, and the state does not depend on the schedule.
         if (part, job.zero) not in self._states:
             split, gloo = self.split, self.machine.gloo
             parameters, experts = self.model.count(split, part), self.model.count_experts(split, part)
+            # A pipeline reduces gradients once, after all of its microbatches, like gradient accumulation.
             accumulates = job.microbatches > 1 or self.topology.size("pipeline") > 1
             shared = partial(zero_sharding, numbers=job.numbers, zero=job.zero, accumulates=accumulates, gloo=gloo)
             every = [shared(parameters, ranks=self._averaged)]
@@ -269,6 +273,8 @@ class Predictor:
                     attentions,
                     model.context,
                     job.documents,
+                    # A mode may split the rows over tensor ranks, and then each of them computes the attention of its
+                    # own rows.
                     {size / split.inner_tokens: times for size, times in self._pieces.items()},
                     width=numbers.product,
                     again=model.checkpointing,
@@ -277,6 +283,7 @@ class Predictor:
                 *model.tensor_traffic(split, numbers, part, microbatches, state.replicas[0]),
                 *exchange_traffic(model.mixture, split, numbers, part.mixtures, microbatches, job.imbalance),
             )
+            # Backward runs one layer at a time, so the largest attention counts, and not their sum.
             held = max(reach(sequence, each, model.context, job.documents).held for each in attentions)
             self._work[key] = _StageWork(
                 transfers=transfers,
@@ -305,6 +312,7 @@ class Predictor:
                 "each; change one of them"
             )
         problem = why_not_placed(model.mixture, spread, job.imbalance)
+        # Microbatches have two sizes if the rows do not divide evenly; the model must accept both.
         for rows in {job.batch // data // job.microbatches, -(-job.batch // data // job.microbatches)}:
             problem = problem or model.why_not_sharded(split, rows)
         problem = problem or why_not_sequenced(model, split, sequence)
@@ -459,5 +467,6 @@ def model_flops(model: Shape | PlannedModel) -> float:
     Example:
         Run(folder, strategy, flops=model_flops(PretrainedShape(model, context=4096)))
     """
+    # A pipeline of one rank holds all layers, so its slice is the complete model.
     alone, asked = pipeline_cost("1f1b", 1, 1), planned(model)
     return sum(asked.flops(asked.part(alone, alone.places[0])))

@@ -143,7 +143,7 @@ class _Search:
         """Predict all variants of a predictor, and store the best fit and the one with the least memory."""
         topology = frame.topology
         best, (name, ranks) = self.best, (topology.to_json(), topology.size("pipeline"))
-        # More than this topology's best, or of a new one more than all that are wanted, is of no use.
+        # A variant is useful only if it beats the best one of this topology, or for a new topology the slowest wanted one.
         within = best[name].seconds if name in best else self.slowest
         stages = variants(topology, job, elsewhere=self._elsewhere)
         for variant, way in product(stages, best_modes(frame, job)):
@@ -206,10 +206,12 @@ def _least(frame: Predictor, job: TrainingJob, *, activations: bool = True) -> t
     first = frame.predict(replace(job, zero=zero, recompute=again))
     fullest = max(first.ranks, key=lambda one: one.memory.total)
     seconds, memory = first.busiest.seconds, fullest.memory
+    # The prediction is for 1F1B. Other schedules may keep fewer activations, so the bound assumes the best of them.
     least_kept = memory.activations / (_LEAST_KEPT if topology.size("pipeline") > 1 else 1) if activations else 0.0
     # Offloaded state leaves the device, so a bound may not count it.
     if elsewhere:
         least_kept -= sum(source.frees for source in fullest.sources)
+    # Variants choose or hide the other terms (data, bubble, sequence, offload), so a bound must leave these out.
     return sum(seconds[term] for term in ("compute", "tensor", "experts", "pipeline")), memory.state + least_kept
 
 
@@ -251,17 +253,21 @@ def _frames(
                 continue
             parallel: dict[str, Any] = {"pipeline": pipeline, **({"tensor": tensor} if tensor else {})}
             if ranks > 1:
+                # Mode "gather" accepts any number of heads. `best_modes` compares the other modes later.
                 parallel["sequence"] = {"size": ranks, "mode": "gather"}
             for expert in expert_configs(model.mixture, tensor.get("size", 1), ranks, data):
                 topology = Topology.from_config({**parallel, **expert}, world)
                 split, rows = tensor_split(topology), job.batch // data
                 if why_not_placed(model.mixture, split.experts, job.imbalance) is not None:
                     continue
+                # All placements of the experts split sequences in the same way, so none of the following ones would
+                # work either.
                 if why_not_sequenced(model, split, sequence_split(topology)) is not None:
                     break
                 jobs = tuple(
                     replace(job, zero=0, schedule="1f1b", microbatches=microbatches)
                     for microbatches in _divisors(rows)
+                    # Fewer microbatches than stages would leave stages idle under every schedule.
                     if microbatches >= min(pipeline, rows)
                     and model.why_not_sharded(split, rows // microbatches) is None
                 )
@@ -332,6 +338,7 @@ def sequence_modes(shape: Shape | PlannedModel, topology: Topology, machine: Mac
         if 1 < size < ranks and machine.devices_per_node % (size * split.ranks) == 0
     ]
     if inside:
+        # The largest inner group keeps the most traffic inside a node, and leaves the fewest groups on the ring.
         ways += [{"mode": "2d", "ulysses": inside[-1], "outer": outer} for outer in ("ring", "gather")]
     mode, options = topology.modes.get("tensor", (None, {}))
     tensor = {"tensor": {"size": split.ranks, "mode": mode, **options}} if mode else {}
@@ -370,6 +377,7 @@ def variants(topology: Topology, job: TrainingJob, *, elsewhere: bool = False) -
     """
     last = _last_stage(topology, job, elsewhere=elsewhere)
     for schedule in SCHEDULES if topology.size("pipeline") > 1 else ("1f1b",):
+        # Without ranks that share state, the stages between 0 and the last one shard nothing and equal stage 0.
         for zero in range(1 + last) if _shares(topology) else {0, last}:
             yield replace(job, schedule=schedule, zero=zero)
 

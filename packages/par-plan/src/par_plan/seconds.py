@@ -130,6 +130,7 @@ def seconds_within(
         (reach(sequence, one, model.context, job.documents, again=model.checkpointing), one, number)
         for one, number in attentions.items()
     ]
+    # Matmuls and attention are separate terms, because only attention is unbalanced between sequence ranks.
     matrices, attention = (rows * model.context * flops / peak for flops in model.flops(part))
     sizes = [one.heads * one.width * number for _, one, number in found]
     # The busiest rank of a split sequence has more visible pairs than the mean; larger attentions weigh more.
@@ -236,17 +237,21 @@ def _seconds_away(away: OffloadedState, job: TrainingJob, machine: Machine, worl
     with forward and backward. On a GPU, the optimizer step of a unit also overlaps with the next forward.
     """
     sharers, numbers = machine.ranks_per_host(world), job.numbers
-    stepped = away.parameters_disk * (0 if numbers.copied else 1)  # else they are written alone
+    # Master copies are read with the state. Parameters in the other dtype are then only written.
+    stepped = away.parameters_disk * (0 if numbers.copied else 1)
     written = away.disk + away.parameters_disk
     disk = sharers * ((away.disk + stepped) / machine.tiers.disk_read + written / machine.tiers.disk_write)
     fetch = sharers * away.parameters_disk / machine.tiers.disk_read
     host = link = fetch_link = 0.0
     if not machine.gloo:
+        # Adam reads four tensors and writes three, and all ranks of a host share its memory bandwidth.
         host = away.elements * sharers * 7 * numbers.master / machine.tiers.host_step
         # Gradients go one way and weights the other, and a link carries both directions at the same time.
         link = away.elements * max(numbers.gradient, numbers.weight) / machine.tiers.link
         fetch_link = away.parameters * numbers.weight / machine.tiers.link
+    # Backward takes two thirds of the computation, and hides the fetch of its units.
     in_backward = max(0.0, max(fetch, fetch_link) - compute * 2 / 3)
+    # On an accelerator at stage 3, a unit is stepped during the next forward, before it is gathered.
     if job.zero == 3 and not machine.gloo:
         return max(0.0, max(disk + fetch, host, link + fetch_link) - compute / 3) + in_backward
     return max(disk, host, link) + max(0.0, max(fetch, fetch_link) - compute / 3) + in_backward

@@ -140,6 +140,7 @@ def place_within(
     """
     rooms = {"host": budget.host, "disk": budget.disk}
     missing = sum(kinds.values()) - budget.device
+    # Activations are free before the optimizer steps, so the larger of both needs the memory.
     must = missing + max(budget.activations or 0.0, step)
     wanted = max(must, missing + (ACTIVATIONS * budget.device if budget.activations is None else budget.activations))
     # State can return after the measured step but cannot leave later, so the first step begins with all of it away.
@@ -170,6 +171,7 @@ def _staying(
     """
     left = dict(kinds)
     for source in sources:
+        # A source may free more than its own kind: on an accelerator, gradients follow the optimizer to the host.
         own, away = min(source.frees, kinds[source.name]), source.surely(part(source.name))
         left[source.name] -= away * own
         left["gradients"] -= away * (source.frees - own)
@@ -184,7 +186,8 @@ def _refusal(
     if alone or error.tier == "device":
         parts = _staying(kinds, sources, lambda _: 0.0 if alone else 1.0)
         needs = {"activations": budget.activations or 0.0, "gradients of the step": step}
-        most = max(needs, key=lambda kind: needs[kind])  # which are not there at the same time
+        # Activations and the gradients of the step are never in memory at the same time.
+        most = max(needs, key=lambda kind: needs[kind])
         parts[most] = needs[most]
         words = least_in_words("device", budget.device, parts)
         elsewhere = (

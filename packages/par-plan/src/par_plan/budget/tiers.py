@@ -116,13 +116,17 @@ def offload_missing(missing: float, sources: Sequence[Offloadable], rooms: Mappi
     for source in sources:
         if missing <= _NOTHING * source.frees or source.frees <= 0:
             continue
+        # Indivisible parts may free less than the fraction asks for, so it is rounded up by half a part.
         part = min(1.0, missing / source.frees + source.uneven)
         missing -= part * source.frees
         parts[source.name] = {}
         beside = part * source.beside
         for tier in AWAY:
             size = source.takes[tier]
+            # Gradients and copies for the step stay on the host, even for state that is on the disk.
             room = left[tier] - (beside if tier == "host" else 0)
+            # Half a part less than the tier could store, because a part that crosses the border may land on either
+            # side.
             here = part if size * part <= room else max(0.0, room / size - source.uneven)
             if here > 0:
                 parts[source.name][tier] = here
@@ -150,6 +154,7 @@ def _no_room(
     """
     by_name = {source.name: source for source in sources}
     source = by_name[list(parts)[-1]]
+    # The message names the last tier that could have stored more, because raising its budget helps.
     possible = [tier for tier in AWAY if rooms.get(tier, 0) > 0 and math.isfinite(source.takes[tier])]
     tier = possible[-1] if possible else "host"
     tier = "host" if left["host"] < -_NOTHING * source.frees else tier
@@ -182,6 +187,7 @@ def most_away(sources: Sequence[Offloadable], rooms: Mapping[str, float]) -> flo
         ):
             part = min(part, room / size) if size else part
         if source.beside and source.takes["host"]:
+            # The host stores `beside` in any case, and the disk takes over state that then does not fit on the host.
             both = left["host"] + left["disk"] * source.takes["host"] / source.takes["disk"]
             part = min(part, both / (source.takes["host"] + source.beside))
         freed += part * source.frees

@@ -109,6 +109,7 @@ class ZeroSharding:
         if self.ranks == 1:
             return 0.0
         if self.gloo:
+            # gloo runs a reduce-scatter as an all-reduce of the full chunk.
             return 1.0 if self.zero or self.ranks > 2 else 0.0
         return 1 / self.ranks if self.zero else 0.0
 
@@ -136,6 +137,7 @@ def zero_sharding(
     """
     elements, bucket = count.total, BUCKET // numbers.master
     if zero < 3:  # parameters fill buckets in their order
+        # A chunk closes behind the parameter that fills it, so it may exceed the bucket by this parameter.
         chunk = min(elements, bucket + count.largest)
         chunks = min(count.tensors, math.ceil(elements / bucket))
         gathered = stays = elements
@@ -182,8 +184,10 @@ def share_buffers(replicas: Sequence[ZeroSharding]) -> tuple[ZeroSharding, ...]:
     if replicas[0].zero >= 2:
         return tuple(replace(each, reduced=each.elements if each.ranks > 1 else 0) for each in replicas)
     receive = [each for each in replicas if each.received]
+    # At most two reductions are in flight, and a buffer must hold the largest chunk.
     lent = max((each.chunk for each in receive), default=0) * min(2, sum(each.chunks for each in receive))
-    lends = max(receive, key=lambda each: each.received, default=None)  # has the least to share with
+    # The same elements take the most bytes in the part with the fewest ranks, so the buffers are counted there.
+    lends = max(receive, key=lambda each: each.received, default=None)
     return tuple(replace(each, reduced=lent if each is lends else 0) for each in replicas)
 
 
@@ -242,6 +246,8 @@ def state_memory(replicas: ZeroSharding, numbers: NumberWidths) -> MemoryUse:
     received = reduced * replicas.received
     whole_gradients = gathered = 0
     if zero >= 2:
+        # Accumulated gradients stay unsharded until the last microbatch. Otherwise only chunks in reduction are
+        # unsharded.
         whole_gradients = elements if replicas.accumulates else reduced
     if zero == 3:
         gathered = elements if replicas.accumulates else replicas.gathered

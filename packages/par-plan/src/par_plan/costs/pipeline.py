@@ -140,6 +140,7 @@ def _simulated(name: str, ranks: int, microbatches: int) -> PipelineCost:
     places = []
     for rank in range(ranks):
         mine, last = made.stage_of(rank), made.stages - 1
+        # A message is received for each neighbouring stage that is on another rank.
         near = [made.rank_of(stage + step) for stage in mine for step in (-1, 1) if 0 <= stage + step <= last]
         others = [other for other in near if other != rank]
         place = PipelineRank(
@@ -154,6 +155,7 @@ def _simulated(name: str, ranks: int, microbatches: int) -> PipelineCost:
     return PipelineCost(
         ranks=ranks,
         stages=made.stages,
+        # A microbatch takes three units of time on a stage: forward and both parts of backward.
         idle=(longest - busiest) / (3 * stages_a_rank),
         splits=any(action.op == "W" for action in made.ranks[0]),
         places=tuple(places),
@@ -162,7 +164,8 @@ def _simulated(name: str, ranks: int, microbatches: int) -> PipelineCost:
 
 def _kept(made: Schedule, rank: int, stages: Collection[int]) -> int:
     """Return the largest number of activations of these stages that a rank saves at once."""
-    change = {"F": 1, "B": -1, "I": 0, "W": -1}  # a backward in two parts lets go with its second, W
+    # A backward in two parts frees its activations only after the second part, W, which reads them too.
+    change = {"F": 1, "B": -1, "I": 0, "W": -1}
     kept = largest = 0
     for action in made.ranks[rank]:
         if action.stage in stages:
@@ -191,6 +194,7 @@ def _extended(short: PipelineCost, long: PipelineCost, layout: str, ranks: int, 
     stages = stages_a_rank * ranks
 
     def on_line(in_short: float, in_long: float) -> float:
+        # With a fixed number of microbatches per rank, idle time and saved activations grow linearly with the ranks.
         slope = (in_long - in_short) / (long.ranks - short.ranks)
         return max(0.0, in_long + slope * (ranks - long.ranks))
 

@@ -143,6 +143,7 @@ def local_tokens(sequence: SequenceSplit, length: int, documents: tuple[int, ...
     """
     if sequence.ranks == 1:
         return length
+    # The padding of tokens depends only on the split, so the smallest attention that the split accepts is enough.
     alone = RankAttention(heads=sequence.inner, key_heads=sequence.inner, width=1, key_width=1)
     return _shape(sequence, alone, length, documents).over(sequence.groups, sequence.inner).local // sequence.inner
 
@@ -187,6 +188,8 @@ def reach(
         messages = keys / arriving if arriving else 0.0  # of keys and values, or their gradients, in one
     elif keys:
         parts = num_gather_parts(arriving, max(1, attention.key_heads // inner), sequence.parts)
+        # Keys and values arrive for forward, for a recomputed forward, and for backward unless they were kept. Their
+        # gradients return once.
         fetches, homes = 1 + again + (not sequence.keep), 1
         most, messages = arriving * (fetches + homes), parts * (fetches + homes)
         kept = arriving if sequence.keep else 0.0
@@ -200,6 +203,7 @@ def reach(
         most_keys=most,
         key_messages=messages,
         heads=to_heads,
+        # Each pass exchanges tokens for heads before attention, and heads for tokens after it.
         head_messages=(6 if again else 4) * (inner > 1),
         kept=kept,
         held=held + exchanged,
@@ -261,7 +265,9 @@ def _work(shape: AttentionShape, sequence: SequenceSplit) -> float:
         return 1.0
     tokens, whole = shape.over(sequence.groups, sequence.inner), alone.over(1)
     first, last = shape.mask.intervals(tokens)
+    # With prefix sums over the tokens, the pairs of a run are the difference of two numbers.
     before = np.concatenate([[0], np.cumsum((last - first).sum(0))])
+    # A rank computes the attention of its own queries only, so its work is the number of pairs that they see.
     most = max(sum(int(before[stop] - before[start]) for start, stop in runs) for runs in tokens.runs)
     return most * sequence.groups / attention_pairs(shape.mask, whole, 0)
 

@@ -71,6 +71,7 @@ def data_traffic(
     # Where gradients accumulate, two passes stand for any number of them: only the last one communicates.
     both = traffic(zero, replicas.elements, ranks, microbatches=1 + accumulates, no_sync=accumulates)
     others = (ranks - 1) / ranks
+    # An all-reduce receives twice the bytes of a reduce-scatter: the sums arrive after the partial sums.
     gradients = (2 if zero == 0 else 1) * replicas.elements * others
     transfers = [
         AxisTraffic(axis=axis, what="gradients", operations=replicas.chunks, bytes=gradients * numbers.gradient),
@@ -171,6 +172,7 @@ def exchange_traffic(
         AxisTraffic(
             axis="expert_parallel",
             what=what,
+            # Tokens and outputs travel in forward and, as gradients, in backward. Counts are exchanged once.
             operations=passes * (1 if what == "counts" else 2),
             bytes=sum(getattr(one, what) * times for one, times in each),
         )
@@ -216,6 +218,7 @@ def pipeline_traffic(
     messages = place.received * sum(microbatches.values()) + place.neighbours
     received = place.received * bodies + messages * HEADER
     transfers = [AxisTraffic(axis="pipeline", what="activations", operations=messages, bytes=received)]
+    # With a tied table, the first and the last stage each have a part of its gradient and exchange it once per step.
     if shape.tied and part.first != part.last:
         transfers.append(AxisTraffic(axis="pipeline", what="tied table", operations=1, bytes=table))
     return transfers
@@ -288,6 +291,9 @@ def _once_of_linears(shape: Shape, split: TensorSplit) -> float:
 def _microbatch_operations(shape: Shape, split: TensorSplit, numbers: NumberWidths, part: ModelSlice) -> int:
     """Return the number of collectives over the tensor axis for one microbatch."""
     q = split.inner
+    # In mode 1d, a column layer reduces its input gradient and a row layer its output. With sequence parallelism, a
+    # column layer gathers its input in forward and again in backward, and reduce-scatters its gradient; a row layer
+    # reduce-scatters its output and gathers the gradient.
     column, row, embedding = {
         "1d": (3, 2, 2) if split.sequence else (1, 1, 1),
         "2d": (6 * q, 6 * q, 2),

@@ -100,6 +100,7 @@ def expert_configs(mixture: Mixture | None, tensor: int, sequence: int, ranks: i
         return
     for parallel in range(1, mixture.experts + 1):
         for split in sorted({1, tensor}):
+            # Experts first use the ranks of a replica (sequence x tensor), and then need ranks that see other data.
             own = parallel * split // math.gcd(parallel * split, sequence * tensor)
             fits = mixture.experts % parallel == 0 and mixture.intermediate % split == 0 and ranks % own == 0
             if fits and (parallel > 1 or split < tensor):

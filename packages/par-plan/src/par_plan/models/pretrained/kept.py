@@ -153,10 +153,12 @@ def trace_saved(
         ValueError: The forward cannot be followed without memory, or the model cannot attend over ranks.
     """
     traced: Any = copy.deepcopy(model).to(torch.float32 if numbers.weight == 4 else torch.bfloat16).train()
-    traced.config.get_text_config().pad_token_id = None  # else some families look for it among the ids
+    # With a padding token, some families search the ids for it, and the ids of this trace have no values.
+    traced.config.get_text_config().pad_token_id = None
     for module in traced.modules():
         if hasattr(module, "gradient_checkpointing"):
             module.gradient_checkpointing = False
+    # The layers are traced without recomputation: a policy later chooses among the tensors that they would save.
     trace = _ForwardTrace(traced, roles, numbers, experts_per_token, masked=masked)
     ids = torch.zeros(ROWS, context, dtype=torch.int64, device="meta")
     more: dict[str, Any] = {"position_ids": torch.zeros_like(ids)} if packed or over_ranks else {}
@@ -186,6 +188,7 @@ def trace_saved(
 def _attention(attend: Callable[..., tuple[Tensor, None]]) -> Iterator[None]:
     """Register an attention under this name in transformers while a context lasts, without masks."""
     known: Any = import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+    # Transformers looks attention up in a global table, so the entry must exist while the forward runs.
     known[ATTENTION] = attend
     try:
         yield
@@ -217,6 +220,7 @@ class _ForwardTrace:
         self._seen: dict[int, object] = {}  # storages by key, kept so that no other one gets the key
         self._constant: dict[int, object] = {}
         for parameter in model.parameters():
+            # Autograd also saves weights. They are counted as parameters, and not as activations.
             self._seen[storage_key(parameter)] = parameter
         for name, module in modules.items():
             if name and name != roles.layers and not name.startswith(f"{roles.layers}."):
@@ -253,11 +257,13 @@ class _ForwardTrace:
             return tensor
         self._seen[key] = tensor.untyped_storage()
         layout = layout or self._layouts[-1]
+        # A float8 matmul saves its gathered input, which sequence parallelism does not split.
         if layout == "residual" and tensor.dtype == torch.uint8:
             layout = "whole"  # float8 products keep what was gathered
         if key not in self._constant:
             kept = self.kept[self._part]
             setattr(kept, layout, getattr(kept, layout) + size / ROWS)
+        # A constant with one row, such as a rotary table, is shared by all rows of all microbatches.
         elif tensor.shape[0] == 1:
             self.kept[-1].fixed += size
         else:
@@ -280,7 +286,9 @@ class _ForwardTrace:
             self.keep(tensor)
         is_cut = self._layouts[-1] == "inner"
         self.kept[self._part].heads = key.shape[1]
-        if self._masked:  # as torch makes one of numbers for each call; and no kernel with a mask shares out keys
+        # torch creates a mask of numbers for each call. No kernel with a mask shares a key head among query heads, so
+        # the keys and values are repeated.
+        if self._masked:
             self.keep(torch.empty(rows, 1, time, time, dtype=self.product, device="meta"), "whole")
             if is_cut:
                 self.kept[self._part].copies = heads // key.shape[1]
@@ -347,17 +355,20 @@ class _ForwardTrace:
         before = {name: getattr(kept, name) for name in ("residual", "inner", "whole")}
         width = hidden.shape[-1]
         *ups, down = (weight[0] for weight in experts.parameters(recurse=False) if weight.dim() == 3)
+        # The number of routed rows is known, their experts are not: one expert with all rows saves as many bytes.
         tokens = hidden.reshape(-1, width).repeat(chosen, 1)
         products = [functional.linear(tokens, up if up.shape[1] == width else up.t()) for up in ups]
         if is_cut:
             self._open()
         down = down if down.shape[0] == width else down.t()
+        # One packed matmul computes gate and up together; their product needs the two halves.
         if len(products) == 1 and products[0].shape[1] == 2 * down.shape[1]:
             products = list(products[0].chunk(2, -1))
         inner = functional.silu(products[0]) * products[1] if len(products) == 2 else functional.silu(products[0])
         output = functional.linear(inner, down)
         if is_cut:
             self._close()
+        # The routing weights need gradients, so autograd saves the output of each expert for them.
         weights = output.new_empty(len(output), 1).requires_grad_()
         summed = (output * weights).reshape(chosen, *hidden.shape).sum(0)
         for name, bytes_before in before.items():
