@@ -40,7 +40,8 @@ def capture(
         reason: Reason for the dump; see `Dump.reason`.
         error: Exception that the program has raised.
     """
-    now = time.time()  # before the recorder is read, which takes a second the first time
+    # The first reading of the recorder takes a second, so the time is taken before it.
+    now = time.time()
     stack = list(_stack(thread))
     doing, waits_for = "", tuple[int, ...]()
     for frame, _ in stack:
@@ -83,6 +84,7 @@ def _first_line(error: BaseException) -> str:
 
 def _stack(thread: int) -> Iterator[tuple[FrameType, int]]:
     """Yield the frames of a thread and their lines, innermost first; nothing if the thread has ended."""
+    # This works although the thread is stuck in C code, because its Python frames do not change there.
     frame = sys._current_frames().get(thread)
     while frame is not None:
         yield frame, frame.f_lineno

@@ -40,6 +40,7 @@ def find_divergence(by_rank: Mapping[int, Sequence[Operation]]) -> Divergence | 
         by_rank: Operations of each rank, oldest first. Sends and receives are ignored.
     """
     numbered = {rank: {one.number: one for one in done if not one.is_message} for rank, done in by_rank.items() if done}
+    # A rank with messages only has no collectives to compare.
     numbered = {rank: done for rank, done in numbered.items() if done}
     if len(numbered) < 2:
         return None
@@ -81,6 +82,7 @@ def _different_operations(
     own = at[rank]
     others = tuple(sorted(other for other, one in at.items() if _signature(one) != _signature(own)))
     other = at[others[0]]
+    # If the rank has called both operations in the other order before, it has skipped one or swapped them.
     past = [_call(one) for earlier, one in numbered[rank].items() if earlier < number]
     if own.name == other.name:
         kind = "shape"
@@ -96,6 +98,7 @@ def _is_unusual(done: Mapping[int, Operation], number: int) -> bool:
     here = done[number]
     earlier = [one for place, one in done.items() if place < number]
     same_call = [one for one in earlier if (one.name, one.sites[:1]) == (here.name, here.sites[:1])]  # of any size
+    # The same line has never passed this size, so this rank and not the other ranks has changed.
     if same_call and all(one.elements != here.elements for one in same_call):
         return True
     usual = _usual(done, number)
@@ -128,6 +131,7 @@ def _skipped(
             is_odd = _call(own) not in usual and _call(ahead[number]) in usual
         else:
             mine = [_call(numbered[rank][n]) for n in range(number, number + 3) if n in numbered[rank]]
+            # Three calls are compared, because one equal call happens by chance in a loop over equal layers.
             theirs = [_call(ahead[n + 1]) for n in range(number, number + len(mine)) if n + 1 in ahead]
             is_odd = theirs == mine[: len(theirs)] and len(theirs) >= max(1, len(mine) - 1)
             is_odd = is_odd and not _usual(ahead, number)

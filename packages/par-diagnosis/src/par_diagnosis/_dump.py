@@ -176,6 +176,7 @@ def read_folder(folder: Path) -> DumpFolder:
                 torch_dumps[int(match[1])] = read_torch_dump(path.read_bytes(), int(match[1]))
         except (OSError, ValueError) as error:
             unreadable.append(f"{path.name}: {error}")
+    # A dump of par-diagnosis has the stack too, so it replaces a dump of torch for the same rank.
     found = {**torch_dumps, **dumps}
     if not found and not deaths:
         why = f" ({'; '.join(unreadable)})" if unreadable else ""
@@ -196,6 +197,7 @@ def read_death(text: str) -> str:
         return ""
     what = re.search(r"Fatal Python error: (.+)", text)
     stack = re.split(r"^(?:Current thread|Thread) .*$", text, flags=re.MULTILINE)[-1]
+    # faulthandler prints the main thread last, so the last part of the text is its stack.
     calls = [(match["path"], int(match["line"])) for match in _FATAL_FRAME.finditer(stack)]
     sites = call_sites(calls)
     place = f" at {sites[0]}" if sites else ""
@@ -221,6 +223,7 @@ def read_torch_dump(data: bytes, rank: int) -> Dump:
     except (KeyError, TypeError, ValueError, AttributeError, pickle.UnpicklingError, EOFError) as error:
         raise ValueError(f"not a dump of torch's flight recorder: {error!r}") from error
     newest = max((one.began for each in communicators.values() for one in each.operations), default=0.0)
+    # The file has neither the number of ranks nor the time of the dump, so both are estimated from its contents.
     return Dump(rank=rank, world=rank + 1, time=newest, reason="torch", communicators=communicators)
 
 

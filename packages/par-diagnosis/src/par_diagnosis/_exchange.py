@@ -80,6 +80,7 @@ class DumpExchange:
         Args:
             reason: Reason for the exchange.
         """
+        # This rank was stuck during earlier exchanges, and they have ended without it.
         while self._store.check([f"{self._prefix}/{self._number}/reported"]):
             self._number += 1  # this rank was late for those
         self._store.set(f"{self._prefix}/{self._number}/call", reason)
@@ -101,12 +102,14 @@ class DumpExchange:
         """
         here = f"{self._prefix}/{self._number}"
         reason = self.called() or dump.reason
-        self._number += 1  # from now on, `called` checks for the next exchange
+        # From now on, `called` checks for the next exchange.
+        self._number += 1
         short = dump.shortened(max(20, min(200, _SHOWN // self._world)))
         # One server receives the dumps of all ranks: they are cut to the newest operations, and compressed.
         self._store.set(f"{here}/dump/{self._rank}", zlib.compress(short.to_json().encode()))
         self._store.add(f"{here}/arrived", 1)
         until = time.monotonic() + self._patience
+        # `add` of 0 reads the counter, and a poll needs no key per rank.
         while time.monotonic() < until and self._store.add(f"{here}/arrived", 0) < self._number_present():
             time.sleep(_PAUSE)
         # `add` is atomic, so exactly one rank receives 1. It need not be rank 0, which may be the one that hangs.
@@ -149,6 +152,7 @@ class DumpExchange:
             return f"is gone ({process} has ended)"
         if state == "T":
             return f"is stopped ({process})"
+        # The thread of the watchdog answers even if the program hangs, unless it cannot get the GIL.
         return f"does not answer, though its process runs ({process}): a thread of it holds Python's GIL"
 
 
@@ -158,6 +162,7 @@ def _process_state(pid: int) -> str:
         state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2][:1]
     except FileNotFoundError:
         return "" if Path("/proc/self/stat").exists() or not _exists(pid) else "R"
+    # A zombie has ended: its parent has not read its exit status yet.
     return "" if state in "ZX" else state
 
 

@@ -103,7 +103,8 @@ def _failed(dumps: Mapping[int, Dump], waits: Mapping[int, _Wait]) -> str:
     )
     if not failed:
         return ""
-    first = failed[0]  # later errors of other ranks are often its consequences in words that `_LOST` lacks
+    # Later errors of other ranks are often consequences of the first one, in words that `_LOST` does not contain.
+    first = failed[0]
     same = [dump.rank for dump in failed if dump.error == first.error]
     who = f"ranks {_listed(same)} failed with the same error" if len(same) > 1 else f"rank {first.rank} failed"
     return f"{who}{_when(first)}{_at(first.error_sites)}: {first.error}{_waiting_for(waits, same)}"
@@ -165,9 +166,11 @@ def _late(dumps: Mapping[int, Dump], waits: Mapping[int, _Wait]) -> str:
     """Name a rank that waits for no rank, and that other ranks wait for."""
     for start in _in_order(dumps, waits):
         chain, is_closed = _chain(start, dumps, waits)
+        # A circle is another cause. A chain of one rank ends there: it waits only for ranks without a dump.
         if is_closed or len(chain) < 2:
             continue  # a circle is another cause, and a rank alone waits for no rank that has a dump
         root, waiter = dumps[chain[-1]], chain[-2]
+        # The rank waits for a message, which is no collective, so no operation can be named.
         if waiter not in waits:
             doing = dumps[waiter].doing or _place_of(dumps[waiter])
             return f"rank {root.rank} {_doing(root)}; rank {waiter} waits for its message ({doing})"
@@ -235,6 +238,7 @@ def _changed_order(circle: Sequence[int], dumps: Mapping[int, Dump], waits: Mapp
             (one for group in dumps[rank].communicators.values() for one in group.operations),
             key=lambda one: one.began,
         )
+        # A loop repeats its calls: after one and the same call, the next call was the same in every step so far.
         calls = [(one.name, one.sites[:1]) for one in done if one.began <= waits[rank].operation.began]
         before, here = calls[-2:-1], calls[-1:]
         followers = [two for one, two in pairwise(calls[:-1]) if [one] == before]
@@ -282,6 +286,8 @@ def _waits(dumps: Mapping[int, Dump], world: int) -> dict[int, _Wait]:
             (operation, key)
             for key, communicator in dump.communicators.items()
             for operation in communicator.operations
+            # A rank that lost its connection has ended its operation with an error, but it still shows where the rank
+            # waited.
             if not operation.is_message and (not operation.ended or _has_failed_in(dump, operation))
         ]
         if not pending:
@@ -294,6 +300,8 @@ def _waits(dumps: Mapping[int, Dump], world: int) -> dict[int, _Wait]:
         missing = tuple(
             other
             for other in communicator.ranks or range(world)
+            # Collectives are numbered per communicator, so a smaller last number means that the rank has not called
+            # this one.
             if other != rank and numbers.get(other, 0) < operation.number
         )
         found[rank] = _Wait(operation=operation, key=key, communicator=communicator, missing=missing)
@@ -378,6 +386,7 @@ def _place_of(dump: Dump) -> str:
     """Return the place of a rank's program: its innermost frame, and the innermost frame outside of par's packages."""
     if not dump.frames:
         return "at an unknown place"
+    # A frame of torch or Python says little, so the line shows the innermost frame outside of libraries.
     own = next((frame for frame in dump.frames if not frame.is_library), None)
     if own is None:
         return f"at {dump.frames[0].site} in {dump.frames[0].function}()"

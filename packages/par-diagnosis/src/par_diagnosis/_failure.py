@@ -75,6 +75,7 @@ def _is_first() -> bool:
     place = read_environment(os.environ)
     if place.world_size == 1:
         return True
+    # torchrun keeps the store over restarts of the job, so each attempt needs its own counter.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
         store = dist.TCPStore(  # type: ignore[attr-defined]  # torch exports it late

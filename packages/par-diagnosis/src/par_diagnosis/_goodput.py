@@ -95,6 +95,7 @@ class CollectiveWaits:
     @contextmanager
     def sampled(self) -> Iterator[None]:
         """Sample in a thread while the block runs."""
+        # A sampling thread adds nothing to a collective. A wrapper would add time to each call.
         watcher = threading.Thread(target=self._watch, daemon=True, name="par-collective-waits")
         watcher.start()
         try:
@@ -132,6 +133,7 @@ class CollectiveWaits:
             axis: str | None = frame.f_globals.get(attributes.WAIT_AXIS.name)
             if axis:
                 return axis
+            # With the axis "", a module declares that its functions have the group in a variable, as those of torch do.
             is_inside |= axis is not None or frame.f_globals.get("__name__", "").startswith("torch.distributed")
             if is_inside and (label := self._label_in(frame)) is not None:
                 return label
@@ -143,6 +145,7 @@ class CollectiveWaits:
         names: dict[str, Any] = frame.f_locals
         if "group" not in names:
             return None
+        # torch uses the default group for None.
         group = dist.group.WORLD if names["group"] is None else names["group"]
         return self._labels.get(id(group), "world" if names["group"] is None else None)
 

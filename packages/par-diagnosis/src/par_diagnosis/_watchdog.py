@@ -78,7 +78,8 @@ class Watchdog:
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self._journal = Journal(Path(folder), rank, world, report)
         self._exchange: DumpExchange | None = None
-        self._lock = threading.Lock()  # one dump at a time: an error of the program may meet a timeout of the thread
+        # One dump at a time: an error of the program may coincide with a timeout of the thread.
+        self._lock = threading.Lock()
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self._signal: QuitSignal | None = None
@@ -110,11 +111,13 @@ class Watchdog:
                 with self._lock:
                     self._dump("error", error)
             if self._exchange is not None:
+                # Without this, a rank that finishes early would look like a rank that is gone.
                 with suppress(RuntimeError):  # the store may be gone with its rank
                     self._exchange.leave(self._farewell(error))
         finally:
             self._over.set()
             if self._signal is not None and self._thread is not None:
+                # The order matters: first no new signals, then the thread ends, and only then may the pipe be closed.
                 self._signal.restore()
                 self._signal.wake()
                 self._thread.join()
@@ -146,6 +149,8 @@ class Watchdog:
         state, since = self._state(), time.monotonic()
         deadline, is_prepared = since + self._timeout, False
         while True:
+            # This waits in `select` without the GIL, so a program that holds the GIL delays the thread, but not the
+            # signal.
             is_asked = signals.wait(pause)
             if self._over.is_set():
                 return
@@ -156,6 +161,7 @@ class Watchdog:
                 deadline = since + self._timeout
             if is_asked:
                 self.ask("SIGQUIT")
+            # Another rank has noticed the hang first. Its exchange needs the dumps of all ranks.
             elif self._called():
                 self._answer()
             elif not is_prepared and time.monotonic() - since >= self._timeout / 2:
@@ -167,7 +173,8 @@ class Watchdog:
                 self._complain(since)
             else:
                 continue
-            deadline = 2 * time.monotonic() - since  # the intervals between the lines of a lasting hang double
+            # The intervals between the lines of a lasting hang double, so that the log stays short.
+            deadline = 2 * time.monotonic() - since
 
     def _state(self) -> tuple[object, ...]:
         return self.activity.step, self.activity.phase, self.activity.since, self._recorder.begun()
@@ -210,7 +217,9 @@ class Watchdog:
                 reason=reason,
                 error=error,
             )
-            self._journal.write(dump)  # before the exchange, which fails if the rank that hosts the store is gone
+            # The file is written before the exchange, because the exchange fails if the rank that hosts the store is
+            # gone.
+            self._journal.write(dump)
             if error is not None and (self._knows_failure or not self._report_errors or self._exchange is None):
                 return  # the ranks have reported the first failure, or the program reports it itself
             if self._exchange is None:
@@ -221,6 +230,7 @@ class Watchdog:
                     self._exchange.call(reason)
                 self._knows_failure |= self._exchange.answer(dump, self._journal.report) == "error"
             except RuntimeError as lost:
+                # gone.
                 host = {0: f"is gone with the store that it hosts ({str(lost).splitlines()[0]})"}
                 absent = {} if self._journal.rank == 0 else host
                 self._journal.report(Answers(reason, {self._journal.rank: dump}, absent))

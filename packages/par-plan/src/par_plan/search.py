@@ -143,7 +143,7 @@ class _Search:
         """Predict all variants of a predictor, and store the best fit and the one with the least memory."""
         topology = frame.topology
         best, (name, ranks) = self.best, (topology.to_json(), topology.size("pipeline"))
-        # A variant is useful only if it beats the best one of this topology, or for a new topology the slowest wanted one.
+        # A variant helps only if it beats the best one of this topology, or for a new topology the slowest wanted one.
         within = best[name].seconds if name in best else self.slowest
         stages = variants(topology, job, elsewhere=self._elsewhere)
         for variant, way in product(stages, best_modes(frame, job)):

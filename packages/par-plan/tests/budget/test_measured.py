@@ -74,17 +74,17 @@ def test_where_everything_fits_everything_is_kept_and_comes_back():
     found = rest(MOST + sum(PIECES))
     assert found.budgets[0] >= MOST
     assert found.recall == sum(PIECES)
-    assert "all come back, as they have room" in found.spent.reasons[-2]
-    assert found.spent.reasons[-1] == "activations: layers keep all they can, 42 B."
+    assert "all of it returns to memory" in found.spent.reasons[-2]
+    assert found.spent.reasons[-1] == "activations: layers save all of their 42 B."
 
 
 def test_what_takes_more_time_has_the_room_and_the_reasons_say_so():
     slow, quick = rest(LEAST + LAYER + 14, rate=1e-3), rest(LEAST + LAYER + 14, rate=1e9)
     assert slow.recall == 12
-    assert "12 B come back, as these save more than what layers would keep there" in slow.spent.reasons[-2]
+    assert "12 B return to memory: this saves more time per byte than saved activations" in slow.spent.reasons[-2]
     assert quick.recall == 0
-    assert "they stay, as what layers keep instead saves more" in quick.spent.reasons[-2]
-    assert quick.spent.reasons[-1].startswith("activations: layers keep up to 21 B of 42 B, and compute the rest again")
+    assert "all of it stays on the disk: saved activations save more time per byte" in quick.spent.reasons[-2]
+    assert quick.spent.reasons[-1].startswith("activations: layers save up to 21 B of 42 B, and recompute the rest")
 
 
 def test_the_least_is_said_with_what_it_is():

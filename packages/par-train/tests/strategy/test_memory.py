@@ -212,8 +212,8 @@ def test_state_comes_back_from_a_disk_or_layers_keep_more_whichever_saves_more(m
     (_, slow, few), (_, quick, many) = found["slow"], found["quick"]
     assert slow.recalled > 0 == quick.recalled
     assert max(few) < max(many)
-    assert "come back" in str(slow)
-    assert "they stay, as what layers keep instead saves more" in str(quick)
+    assert "return to memory" in str(slow)
+    assert "all of it stays on the disk: saved activations save more time per byte" in str(quick)
 
 
 @pytest.mark.ranks(2)

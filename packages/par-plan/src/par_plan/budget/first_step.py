@@ -73,7 +73,7 @@ def plan_measured(spent: BudgetPlan, measured: MeasuredStep) -> MeasuredPlan:
     expected = spent.state - spent.later + inputs + layer
     other = max(0.0, measured.other, measured.peak - expected)
     if other:
-        text = f"other: {format_bytes(other)} of the device go to tensors that are neither state nor what layers keep."
+        text = f"other: {format_bytes(other)} of the device hold tensors that are neither state nor saved activations."
         reasons_so_far = (*spent.reasons[:-1], text, spent.reasons[-1])
         spent = replace(spent, kinds={**spent.kinds, "other tensors": other}, reasons=reasons_so_far)
     everything = room = spent.budget.device - spent.state
@@ -138,22 +138,21 @@ def _increments(frontier: Iterable[Choice]) -> list[tuple[int, float]]:
 def _about_disk(there: float, recall: float, seconds: float, disk: DiskUsage, *, full: bool) -> str:
     """Return a sentence about the state that returns from the disk."""
     rates = f"{format_bytes(disk.read)}/s read and {format_bytes(disk.write)}/s written"
-    took = f"{format_bytes(there)} of state were there, {format_seconds(seconds)} a step at {rates}"
+    took = f"{format_bytes(there)} of offloaded state would take {format_seconds(seconds)} per step, at {rates}"
     if not recall:
-        return (
-            f"disk: {took}; they stay, as {'there is no more room' if full else 'what layers keep instead saves more'}."
-        )
+        why = "the device is full" if full else "saved activations save more time per byte"
+        return f"disk: {took}; all of it stays on the disk: {why}."
     if recall >= there:
-        return f"disk: {took}; all come back, as they have room."
-    why = "more have no room" if full else "these save more than what layers would keep there"
-    return f"disk: {took}; {format_bytes(recall)} come back, as {why}."
+        return f"disk: {took}; all of it returns to memory."
+    why = "the device is then full" if full else "this saves more time per byte than saved activations"
+    return f"disk: {took}; {format_bytes(recall)} return to memory: {why}."
 
 
 def _about_layers(keeps: float, most: float, again: float) -> str:
     """Return a sentence about saved activations, and the time to recompute the rest."""
     if keeps >= most:
-        return f"activations: layers keep all they can, {format_bytes(most)}."
+        return f"activations: layers save all of their {format_bytes(most)}."
     return (
-        f"activations: layers keep up to {format_bytes(keeps)} of {format_bytes(most)}, and compute the rest again, "
-        f"{format_seconds(again)} a step."
+        f"activations: layers save up to {format_bytes(keeps)} of {format_bytes(most)}, and recompute the rest in "
+        f"{format_seconds(again)} per step."
     )

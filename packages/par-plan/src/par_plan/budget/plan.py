@@ -230,24 +230,24 @@ def _reasons(spent: BudgetPlan, kinds: Mapping[str, float]) -> tuple[str, ...]:
     everything, stays = sum(kinds.values()), sum(spent.kinds.values())
     device = f"device {format_bytes(budget.device)}"
     if everything - stays <= 0:
-        reasons = [f"{device}: all state stays there, {format_bytes(everything)} ({in_parts(kinds)})."]
+        reasons = [f"{device}: stores all {format_bytes(everything)} of state ({in_parts(kinds)})."]
     else:
         why = (
-            "all that has room elsewhere is away until the first step is measured"
+            "until the first step is measured, all state that the other tiers can store is offloaded"
             if spent.is_open
-            else f"the rest has no room beside {format_bytes(spent.activations)} for activations"
+            else f"the rest is offloaded, to leave {format_bytes(spent.activations)} for activations"
         )
         reasons = [
-            f"{device}: of {format_bytes(everything)} of state, {format_bytes(stays)} stay there "
+            f"{device}: stores {format_bytes(stays)} of {format_bytes(everything)} of state "
             f"({in_parts(spent.kinds)}); {why}: {shares.describe()}."
         ]
     for tier, given in (("host", budget.host), ("disk", budget.disk)):
         if shares.bytes[tier]:
-            full = "is full, the rest goes on" if tier == "host" and shares.bytes["disk"] else "has room"
-            reasons.append(f"{tier} {format_bytes(given)}: {full}; {format_bytes(shares.bytes[tier])} lie there.")
-    left = f"activations: {format_bytes(spent.activations)} are left"
+            full = ", and is full" if tier == "host" and shares.bytes["disk"] else ""
+            reasons.append(f"{tier} {format_bytes(given)}: stores {format_bytes(shares.bytes[tier])} of state{full}.")
+    left = f"activations: {format_bytes(spent.activations)} remain"
     if spent.is_open:
-        reasons.append(f"{left}; in the first step layers keep their inputs alone.")
+        reasons.append(f"{left}; in the first step, layers save only their inputs.")
     else:
-        reasons.append(f"{left} for what layers keep for backward.")
+        reasons.append(f"{left} for what layers save for backward.")
     return tuple(reasons)
