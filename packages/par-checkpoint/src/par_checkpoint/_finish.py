@@ -50,6 +50,7 @@ def place_files(staging: Staging, files: Sequence[File]) -> None:
     The header goes with the first block, but a file without blocks is written here.
     """
     for file in files:
+        # No block follows this header, so no writer would create the file.
         if file.size == len(file.header):
             staging.write(file.name, file.header)
         elif staging.positional:
@@ -83,6 +84,7 @@ def commit(
     beside = {}
     for name, data in content.beside.items():  # which people edit: nothing but `verify` compares their checksums
         staging.write(name, data)
+        # People edit these files, such as a chat template, so only `verify` compares their checksums.
         beside[name] = record_of(data, BLOCK)
     manifest = Manifest(
         style=noted.style,
@@ -97,6 +99,7 @@ def commit(
         version=__version__,
         generation=staging.generation,
     )
+    # The manifest comes last: a folder that has one is complete.
     staging.write(MANIFEST, encode_manifest(manifest))
     staging.publish(overwrite=noted.overwrite, index=index)
 

@@ -149,6 +149,7 @@ def load(
         else:
             report, folder = _load_nearest(plan, folders, session)
         of_ranks = report.extra_of_ranks
+        # No rule maps the extra state of the old ranks to the new ranks, so the caller has to decide.
         if of_ranks is not None and len(of_ranks) != ranks.size:
             warnings.warn(
                 f"extra differed between the {len(of_ranks)} ranks that saved {folder.url!r}, and {ranks.size} "
@@ -201,12 +202,14 @@ def _load_nearest(plan: _LoadPlan, folders: Sequence[Folder], session: Session) 
         try:
             return _load_sound(plan, folder, session), folder
         except ReplacedError:  # of all ranks, like the errors below: what took its place, or is left, is read in full
+            # A checkpoint may be replaced while it is read, but a load that is overtaken every time should end.
             if looks == _LOOKS:
                 raise
             looks, notes = looks + 1, ()
         except (CorruptError, OSError) as error:
             if not found.further:
                 raise
+            # The next tier may have the same checkpoint undamaged.
             further, failed, notes = found.further, error, (str(error).replace(UNDEFINED, ""),)
 
 
@@ -239,6 +242,7 @@ def _load_sound(plan: _LoadPlan, folder: Folder, session: Session) -> LoadReport
         except CorruptError as error:
             if not isinstance(folder, KeptFolder):
                 raise
+            # Copies of a host's part exist on other hosts, so only the corrupt blocks are read from there.
             moved, lost = folder.avoid(ranks.distinct(sorted(set(wrong))), ranks)
             if lost:
                 raise CorruptError(f"{lost[0]}: {error}") from error
@@ -259,6 +263,7 @@ def _share_of(folder: Folder, ranks: Ranks) -> Callable[[str, int], bool]:
         return lambda name, number: (
             number >= 0 and name in folder.homes.parts and folder.reader(name, number) == ranks.rank
         )
+    # Number -1 is the header. Blocks are dealt round-robin, so each file is checked by all ranks.
     return lambda _, number: (number + 1) % ranks.size == ranks.rank
 
 
@@ -311,6 +316,8 @@ class _FolderSource:
         homes = folder.homes if isinstance(folder, KeptFolder) and not folder.is_everywhere(ranks.size) else None
         return Filling(
             session=self.session,
+            # On one host with a page cache, every rank reads what it needs: an exchange would copy the same bytes once
+            # more.
             near=folder.cached and homes is None and len(set(ranks.hosts())) == 1,
             homes=homes,
             folder=folder,

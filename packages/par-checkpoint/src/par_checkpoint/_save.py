@@ -185,8 +185,10 @@ def save(
         planned.options.check(sums.options, ranks)
         files, how, content, same = planned.format, planned.transfer, planned.content, planned.same
         folder, *further = planned.folders
+        # An earlier save in the background must have ended, because both would use the same memory and communicator.
         session.settle(how.pending)
         copies = None if tiers is None else tiers.copies
+        # With copies, each host stores only its own part of the nearest tier, and neighbours keep a copy of it.
         if copies is not None and isinstance(folder, LocalFolder):
             folder = part_folder(folder, copies, ranks)
         nonce = f"{sums.nonce[0]:012x}"
@@ -204,6 +206,7 @@ def save(
             staging = folder.stage(nonce, by_owner=prepared.owners is not None)
         job = _Job(folder, staging, content, prepared, files, how, planned.step, overwrite)
         job.stage(ranks)
+        # From here on, an error belongs to this save, so a handle exists that can report it.
         handle = Save(folder.url, session.timeout)
         if async_:
             snapshot = job.snapshot(session)
@@ -262,6 +265,8 @@ def _copies(
                 return  # a later save has taken its place, and is copied next
             handle._missing = handle._missing[1:]
         for source, target in pairwise(folders[1:] if job.saved else folders):
+            # The version is read once, so all ranks copy one checkpoint even if a later save replaces it in the
+            # meantime.
             of = ranks.on_first(source.version)
             if not copy_checkpoint(source, target, ranks, nonce, overwrite=overwrite, threads=threads, of=of):
                 return  # a later save has taken its place, and is copied next
@@ -292,6 +297,8 @@ def _prepare(session: Session, planned: _Planned, digest: Sequence[int], folder:
     def make() -> Prepared:
         tensors = merge_claims(claims_of_all(ranks, planned.claims))
         check_covered(tensors)
+        # Two hosts that write one page of a network file lose each other's bytes, unless tensors start on page
+        # boundaries.
         is_shared = not apart and not by_owner and sharing is not Sharing.RANGES and len(set(ranks.hosts())) > 1
         alignment = ALIGNMENT[sharing] if is_shared else DATA_ALIGNMENT
         files = lay_out(tensors, limit, stem, None if by_owner else folder.block, alignment)
@@ -309,6 +316,7 @@ def _prepare(session: Session, planned: _Planned, digest: Sequence[int], folder:
         writers = planner.writers() if apart else None
         return Prepared(tensors=tensors, files=files, plan=planner.save(), owners=owners, writers=writers)
 
+    # The key has everything that the plan depends on. A later save of the same tensors then needs no planning.
     key = "save", tuple(digest), limit, by_owner, sharing, stem, folder.block(1), folder.cached, apart
     return session.planned(key, make)
 
@@ -316,6 +324,7 @@ def _prepare(session: Session, planned: _Planned, digest: Sequence[int], folder:
 def _owners(files: Sequence[File], size: int) -> list[int]:
     """Return the rank that writes each file: largest file first, to the rank with the fewest bytes so far."""
     load, owners = [0] * size, [0] * len(files)
+    # Largest first: small files can then fill the differences between the ranks.
     for number in sorted(range(len(files)), key=lambda n: -files[n].size):
         owners[number] = load.index(min(load))
         load[owners[number]] += files[number].size
@@ -346,6 +355,7 @@ class _Job:
         """Return the threads that write; a single thread if a stream is written in order."""
         most = max((file.block for file in self.prepared.files), default=BLOCK)
         in_flight = min(self.folder.in_flight, parse_size(self.transfer.budget) // (2 * most))  # each holds a block
+        # A stream must be written in order, which one thread guarantees.
         count = max(self.transfer.threads, in_flight) if self.staging.positional else 1
         return Workers(count, "par-checkpoint-write")
 
@@ -399,13 +409,16 @@ class _Job:
             try:
                 snapshot.finish()
             finally:
-                copied.set()  # before others are asked: whoever waits for this waits for this rank alone
+                # The event is set before the ranks agree, so a thread that waits for this copy never waits for another
+                # rank.
+                copied.set()
 
         try:
             with workers:
                 self._or_discard(ranks, lambda: ranks.agree(copy))
                 self.write(ranks, snapshot, workers)
         finally:
+            # The next save reuses this memory, and only after the last byte of it has been written.
             session.keep_memory(snapshot.memory)
 
     def write(self, ranks: Ranks, snapshot: Snapshot | None, workers: Workers) -> None:
@@ -437,6 +450,7 @@ class _Job:
                     return
                 crcs, error = write_blocks(prepared.plan, work, snapshot)
 
+                # All ranks must fail together: rank 0 would otherwise commit files with missing blocks.
                 ranks.raise_first(error)
                 of_ranks = ranks.to_first(encode_crcs(crcs))
                 if self.staging.joins:
@@ -467,6 +481,7 @@ class _Job:
             return act()
         except BaseException:
             if ranks.rank == 0:
+                # One rank removes the folder for all. The other ranks only give up their leases and open files.
                 self.staging.discard()
             self.staging.close()
             raise

@@ -41,6 +41,7 @@ _OF_TORCH = ("state", "param_groups")  # what every optimizer has in its state d
 
 def is_foreign(function: Callable[..., object]) -> bool:
     """Return whether a hook or method belongs neither to torch nor to these packages."""
+    # torch and our packages bind arguments to hooks, and only the innermost function shows who wrote it.
     while isinstance(function, partial):
         function = function.func
     package = _package_of(getattr(function, "__module__", None) or type(function).__module__)
@@ -82,6 +83,7 @@ class ModuleLoading:
             return True
         parents = name.split(".")[:-1]
         above = {original_name(f"{loader}.").removesuffix(".") for loader in self._loaders}
+        # A module that loads itself receives the entries of all modules below it.
         return any(".".join(parents[:depth]) in above for depth in range(len(parents) + 1))
 
     def check(self) -> None:
@@ -127,9 +129,11 @@ class ModuleLoading:
             self._set_extra_state_(objects)
             return
         state: Any = self._root.state_dict(keep_vars=True)
+        # Wrappers such as DDP and torch.compile add prefixes to names, and checkpoints never contain them.
         names = {original_name(key): key for key in state}
         state.update({names.get(name, name): value for name, value in objects.items()})
         if self._by_root:
+            # The default is strict. An own `load_state_dict` may lack the argument, so it is passed only if needed.
             self._root.load_state_dict(state) if strict else self._root.load_state_dict(state, strict=False)
             return
         self._versions = getattr(state, "_metadata", {})
@@ -158,7 +162,9 @@ class ModuleLoading:
         extra = f"{prefix}_extra_state"
         if loads:
             state = {key: value for key, value in state.items() if key.startswith(prefix)}
-            if is_foreign(module._load_from_state_dict):  # it may clear its tensors before it reads the state's
+            # The method may clear its tensors before it reads the values from the state dict, which shares their
+            # memory.
+            if is_foreign(module._load_from_state_dict):
                 state.update({key: _apart(value) for key, value in state.items() if "." not in key[len(prefix) :]})
             load_from_state_dict(module, state, prefix, dict(self._versions.get(name, {})), wrong)
         elif extra in state and type(module).set_extra_state is not nn.Module.set_extra_state:
@@ -185,6 +191,7 @@ def holders(optimizer: Optimizer) -> list[Optimizer]:
     found = []
     for value in vars(optimizer).values():
         for one in value if isinstance(value, tuple) else (value,):
+            # An optimizer that wraps this one, such as one of par-precision, is not inside of it.
             if not isinstance(one, Optimizer) or any(own is optimizer for own in vars(one).values()):
                 continue  # what was made around it, such as by par-precision, is none inside of it
             if any(id(group) in groups for group in one.param_groups):
@@ -230,6 +237,7 @@ def _check_inner(optimizer: Optimizer) -> None:
     """Raise ValueError if an optimizer steps the same tensors by one inside of it, whose state it does not hold."""
     tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
     for name, inner in vars(optimizer).items():
+        # Wrappers that share the state of the inner optimizer lose nothing, because the state is saved once.
         if not isinstance(inner, Optimizer) or inner.state is optimizer.state:
             continue
         if any(tensor in inner.state and tensor.numel() for tensor in tensors):
@@ -278,6 +286,7 @@ def reload_(optimizer: Optimizer, own: Sequence[Mapping[str, object]]) -> None:
         entries = own[number] if number < len(own) else {}
         before, after = optimizer_load_hooks(one)
         if entries or any(map(is_foreign, (one.load_state_dict, *before))):
+            # torch casts state to the dtype of the parameters here, which would round fp32 state of bf16 parameters.
             held = _HeldModule(one)
             one.load_state_dict({**one.state_dict(), **entries})
             held.put_back_(one)

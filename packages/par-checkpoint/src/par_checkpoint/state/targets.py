@@ -107,6 +107,7 @@ class Targets:
         name = name_of(key)
         place = places.get(name)
         if place is None:
+            # transformers stores MXFP4 weights as two tensors with these suffixes.
             stored = [f"{name}_{part}" for part in ("blocks", "scales") if f"{name}_{part}" in places]
             if stored:
                 self.used.update(key_of(section_of(key), part) for part in stored)
@@ -118,12 +119,14 @@ class Targets:
                 self.missing.append(name)
             return
         self.used.add(key)
+        # A float8 weight without its scales would be loaded as wrong values, although a cast is possible.
         if is_float8(place.dtype) and place.dtype != tensor.dtype and (scales := self._scales_of(name, places)):
             self.used.update(key_of(section_of(key), scale) for scale in scales)
             self.mismatched.append(quantised(name, scales))
             return
         casts = cast_to if isinstance(cast_to, tuple) else (cast_to,)
         may_cast = tensor.dtype in casts and tensor.is_floating_point() and place.dtype.is_floating_point
+        # Shapes must match exactly. Dtypes may differ if the caller allows the cast.
         has_shape = tuple(place.shape) == tuple(sharding.shape)
         if not has_shape or (place.dtype != tensor.dtype and not may_cast):
             self.mismatched.append(
@@ -133,6 +136,7 @@ class Targets:
             if not has_shape:
                 self.resized.add(name)
             return
+        # A stride of 0 means that several elements are one number in memory.
         if any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
             raise ValueError(f"{name!r} is expanded: its elements share memory and cannot differ; call .contiguous()")
         self.pending.append(FillTarget(key=key, dtype=place.dtype, sharding=sharding, tensor=tensor))
@@ -173,6 +177,7 @@ def model_targets(
     """
     found, targets = model_state(model), Targets(kind=kind)
     inner = unwrapped(model)
+    # Loading writes into the tensors of the state dict, which works only if they share memory with the module.
     if isinstance(inner, nn.Module) and (copies := copied(inner, found)):
         raise ValueError(
             f"{copies[0]!r} and {len(copies) - 1} more in the module's state dict are copies, made by a hook of it, so "
@@ -193,7 +198,8 @@ def model_targets(
         stored = [key for key in keys if key in places]
         targets.used.update(key_of("model", key) for key in stored)
         targets.same.extend((stored[0], other) for other in stored[1:])
-        chosen = own or (None if stored else usual)  # files may hold a model of transformers as it is in memory
+        # The files may hold a Transformers model in the layout that it has in memory. Then nothing is converted.
+        chosen = own or (None if stored else usual)
         for segment in segments_on_disk(name, shardings[name], chosen, stored[0] if stored else in_files[0]):
             targets.match(places, key_of("model", segment.name), segment.sharding, tensor, dtype)
     return targets
@@ -211,6 +217,7 @@ def ties_of(model: Model | None, names: Names | None, tied: Mapping[str, str]) -
     on_disk = rename(names, found.names)
     ties: dict[str, tuple[str, ...]] = {}
     for pair in (*((on_disk[a], on_disk[b]) for a, b in found.tied.items()), *tied.items()):
+        # Ties are transitive: a pair may join two groups of names that were separate so far.
         joined = tuple(dict.fromkeys(name for one in pair for name in ties.get(one, (one,))))
         ties.update(dict.fromkeys(joined, joined))
     return ties
@@ -305,9 +312,11 @@ def optimizer_targets(optimizer: Optimizer, naming: Naming, saved: SavedOptimize
     for number, (group, tensors) in enumerate(zip(optimizer.param_groups, naming.groups(optimizer), strict=True)):
         names = tuple(saved.saved_as(name) for packed in tensors for name in packed.segments.names)
         targets.groups.append(names)
+        # Param groups are matched by their parameters, because their order and number may have changed.
         options = next((saved.options[name] for name in names if name in saved.options), None)
         wrong_group = None if options is None else other_kind(optimizer, group, options, saved.kind)
-        on_device = bool(group.get("capturable") or group.get("fused"))  # such kernels want the step there
+        # Capturable and fused kernels read the step counter on the device.
+        on_device = bool(group.get("capturable") or group.get("fused"))
         for packed in tensors:
             known = {name: saved.known_as(name) for name in packed.segments.names}
             targets.missing.extend(f"{name} (in the optimizer)" for name, as_ in known.items() if not as_)
@@ -359,14 +368,16 @@ class _PackedTargets:
         state: dict[str, Any] = {}
         packed, places, objects = self._packed, self._saved.places, self._saved.objects
         names = [name for name in packed.segments.names if self._has(name, slots)] if packed.apart else []
-        own = packed.of(names) if names else packed  # the others have no state, as no step had a gradient of theirs
+        # Parameters without state never had a gradient in any step. They get no slots.
+        own = packed.of(names) if names else packed
         apart: dict[str, dict[str, Any]] = {packed.recorded[name]: {} for name in own.segments.names}
         read: dict[str, list[tuple[str, torch.Tensor]]] = {}
         for slot in slots:
             keys = [f"{self._saved.saved_as(name)}.{slot}" for name in own.segments.names]
             absent = [key for key in keys if key not in places and key not in objects]
             if slot == MASTER:
-                if packed.is_master:  # else the weights say the same
+                # Without masters, the weights have the same values, and they are loaded with the model.
+                if packed.is_master:
                     self._fill(packed, slot, packed.tensor)
             elif absent:
                 self._targets.missing.extend(absent)
@@ -381,6 +392,7 @@ class _PackedTargets:
                 self._fill(own, slot, state[slot])
         others = [segment for segment in packed.segments if segment.name not in own.segments.names]
         first = next(iter(apart.values()), {})
+        # Only then do the parameters of this tensor need scalars of their own.
         if packed.apart and state and (others or any(of_name != first for of_name in apart.values())):
             state[SCALARS] = apart
         without = [
@@ -435,6 +447,8 @@ class _PackedTargets:
 
         Else the fresh tensor.
         """
+        # The memory of an existing slot is reused, which halves the peak of a load and keeps offloaded memory in its
+        # place.
         old = self._old.get(slot, slots_of(self._packed.tensor).get(slot))
         if not isinstance(old, torch.Tensor) or type(old) is not type(fresh):
             return fresh
@@ -447,6 +461,7 @@ def set_scalars_(scalars: Iterable[Scalars]) -> Iterator[str]:
     for one in scalars:
         for slot, read in one.read.items():
             values = {float(value) for _, value in read}
+            # An optimizer that keeps one counter per tensor cannot represent parameters with different step counts.
             if len(values) > 1 and one.apart is None:
                 keys = [key for key, _ in read]
                 yield f"{keys[0]!r} and {len(keys) - 1} others lie in one flat tensor, but have values {sorted(values)}"
