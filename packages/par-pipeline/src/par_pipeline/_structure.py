@@ -84,6 +84,7 @@ def flatten(
     Raises:
         TypeError: An object in the value hides tensors in its attributes.
     """
+    # Most messages have the shapes of the last step, and a comparison is faster than a new signature.
     if like is not None:
         if like.structure is None and _looks_like(value, like.leaves[0]):
             return [value], like
@@ -97,6 +98,7 @@ def flatten(
         leaves, structure = list(value), len(value)
     else:
         leaves, tree = tree_flatten(value)
+        # torch's tree spec cannot be compared across processes, but a value with numbers as leaves can.
         structure = pickle.dumps(tree_unflatten(range(len(leaves)), tree))
     described: list[TensorSpec | Plain] = []
     tensors: list[Tensor] = []
@@ -152,6 +154,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _pickled(value: Any) -> bytes:
+    # Plain values contain no tensors, so the fast pickler is enough.
     if value is None or type(value) in (bool, int, float, str):
         return pickle.dumps(value)
     file = io.BytesIO()

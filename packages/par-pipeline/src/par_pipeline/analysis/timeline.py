@@ -127,6 +127,7 @@ def _sum_up(events: Iterable[Event]) -> list[Track]:
     for rank in range(1 + max(by_rank)):
         if rank not in by_rank:
             raise ValueError(f"rank {rank} of {1 + max(by_rank)} has no events; gather those of all ranks")
+        # Events of several ranks are gathered, so their order over time is not given.
         mine = sorted(by_rank[rank], key=lambda event: event.start)
         kept = peak = 0
         for event in mine:

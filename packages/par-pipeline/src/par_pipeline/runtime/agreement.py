@@ -94,6 +94,7 @@ def agree_on(terms: Terms, problem: Exception | None, group: dist.ProcessGroup) 
     Returns:
         Whether the rank has a loss function, for each rank.
     """
+    # A rank with an error joins the exchange, too: the other ranks would otherwise wait for it forever.
     by_rank = agree(problem, terms, group)
     first = next(iter(by_rank))
     different = [rank for rank, theirs in by_rank.items() if theirs.digest != by_rank[first].digest]

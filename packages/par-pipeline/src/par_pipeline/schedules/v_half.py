@@ -63,6 +63,7 @@ class _Lockstep:
         self._pending = [deque[int]() for _ in range(ranks)]  # stages of weight gradients that can run
         left = 6 * ranks * microbatches
         while left:
+            # All ranks choose before any of them acts, because an action takes one unit of time to reach the others.
             chosen = [(rank, *choice) for rank in range(ranks) if (choice := self._choose(rank))]
             assert chosen, "v_half: no rank can go on"  # noqa: S101 - our own error
             for rank, op, stage in chosen:
@@ -75,6 +76,7 @@ class _Lockstep:
         forward, inputs = self._forward, self._input
         kept_down, kept_up = forward[down] - self._weight[down], forward[up] - self._weight[up]
         if kept_down + kept_up < self.ranks + 2:
+            # The second stage goes first: its forward leads to a backward, which frees activations.
             if forward[up] < forward[up - 1]:
                 return "F", up
             # The lower the rank, the longer its first stage's activations wait.
@@ -82,6 +84,7 @@ class _Lockstep:
                 return "F", down
         if inputs[down] < inputs[down + 1]:
             return "I", down
+        # The last stage has the loss, so its backward needs only its own forward.
         if inputs[up] < (forward[up] if up == self.last else inputs[up + 1]):
             return "I", up
         return ("W", self._pending[rank][0]) if self._pending[rank] else None

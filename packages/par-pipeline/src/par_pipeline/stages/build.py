@@ -59,7 +59,8 @@ def build_stage(
         cuts = partition(layers_of(layers), schedule.stages, method, sample=sample)
         return cut(layers, [cuts[stage] for stage in own])
     if isinstance(layers, nn.Module):
-        named = list(children_of(layers).items())  # `named_children` passes over a module that comes again
+        # `named_children` skips a module that occurs a second time.
+        named = list(children_of(layers).items())
     else:
         named = [(str(position), layer) for position, layer in enumerate(layers)]
     described = [(name, _described(layer, name, types or {})) for name, layer in named]
@@ -105,8 +106,10 @@ def _seeded(seed: int | None, position: int) -> Iterator[None]:
     if seed is None:
         yield
         return
+    # A hash makes the seeds of neighbouring layers independent; a sum of seed and position would repeat them.
     digest = hashlib.sha256(f"{seed} {position}".encode()).digest()
     devices = [torch.accelerator.current_device_index()] if torch.accelerator.is_available() else []
-    with torch.random.fork_rng(devices):  # the default wakes up every device of the machine, and warns
+    # By default this would initialize every device of the machine, and warn.
+    with torch.random.fork_rng(devices):
         torch.manual_seed(int.from_bytes(digest[:7], "little"))
         yield

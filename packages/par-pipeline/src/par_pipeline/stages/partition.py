@@ -48,6 +48,7 @@ def partition(
             raise ValueError(f"the weight {weight} must be a finite number of at least 0")
     if uniform or not any(weights):
         size, larger = divmod(count, parts)
+        # Later stages save fewer activations, so they take the extra layers.
         ends = [size * part + max(0, part - (parts - larger)) for part in range(1, parts + 1)]
     else:
         ends = _balanced([0, *accumulate(weights)], parts)
@@ -101,6 +102,7 @@ def _add_part(sums: Sequence[float], limit: float, cost: list[float]) -> tuple[l
     for end in range(1, len(sums)):
         for start in range(end - 1, -1, -1):
             size = sums[end] - sums[start]
+            # Sizes only grow to the left, so no earlier start fits either.
             if size > limit:
                 break
             if cost[start] + size * size < best[end]:
@@ -130,6 +132,7 @@ def _fill(sums: Sequence[float], limit: float) -> tuple[int, float]:
         beyond = _beyond(sums, start, limit)
         if beyond < len(sums):
             larger = min(larger, sums[beyond] - sums[start])
+        # The part ends before the layer that would exceed the limit.
         start, filled = beyond - 1, filled + 1
     return filled, larger
 

@@ -54,6 +54,7 @@ def cut(model: nn.Module, runs: Sequence[range]) -> list[nn.Module]:
         for name, (_, gives) in plan.items():
             if name != layers and not (is_first if gives == [_EMBEDS] else is_last):
                 _replace(stage, name, Absent())
+        # The code of the model loops over all layers, so absent layers stay in the list as identities.
         absent = {position: Absent() for position in range(count) if position not in run}
         for position, layer in absent.items():
             _replace(stage, f"{layers}.{position}", layer)
@@ -83,16 +84,19 @@ class _Borders:
         self._is_first, self._is_last = before is None, after is None
         self._entered: Tensor | None = None
         self._left: Tensor | None = None
-        stage.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)  # others know the model by name
+        # Other hooks expect the keyword arguments of the model, so this hook runs first.
+        stage.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
         if before is not None:
             before.register_forward_hook(self._go_on)
         if after is not None:
             after.register_forward_hook(self._note)
-        stage.register_forward_hook(self._leave, always_call=True)  # also if the forward raises: nothing is kept
+        # It also runs if the forward raises, so that no hidden states stay in memory.
+        stage.register_forward_hook(self._leave, always_call=True)
 
     def _enter(self, _: nn.Module, args: tuple[Tensor], keywords: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
         """Return the stage's input as keyword arguments of the model's forward."""
         (self._entered,) = args
+        # A stage that is not the first one skips the embedding: models accept hidden states in its place.
         return (), {("input_ids" if self._is_first else _EMBEDS): self._entered, "use_cache": False, **keywords}
 
     def _go_on(self, *_: Any) -> Tensor | None:
@@ -105,6 +109,8 @@ class _Borders:
 
     def _leave(self, _: nn.Module, __: Any, output: Any) -> Tensor | None:
         """Return the logits, or the hidden states for the next stage."""
+        # The model applies its final norm to the output, so the hidden states are those noted behind the last own
+        # layer.
         left, self._entered, self._left = self._left, None, None
         if output is None:  # the forward has raised
             return None
@@ -121,6 +127,7 @@ def _twin(model: nn.Module, names: Iterable[str]) -> nn.Module:
         for part in name.split("."):
             above, path = made[path], f"{path}.{part}".lstrip(".")
             child = above.get_submodule(part)
+            # Only modules whose children are replaced are copied. All other modules must stay shared with the model.
             if path not in made and (path != name or isinstance(child, nn.ModuleList)):
                 made[path] = children_of(above)[part] = _shallow(child)
     return twin
@@ -187,6 +194,7 @@ def _check_layers(model: nn.Module, layers: str) -> None:
     """
     for kind in {type(layer) for layer in model.get_submodule(layers).children()}:
         try:
+            # The code is read, because a call would need inputs that only the model can make.
             tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward))))
         except (OSError, TypeError, SyntaxError):  # it was not read from a file
             continue

@@ -53,6 +53,7 @@ class Outbox:
 
     def plan(self, departures: tuple[Message, ...]) -> None:
         """Compute the sizes of the peer's buffers for a step."""
+        # A status of the last step may have left sizes that this step uses first.
         without_room = departures[len(self._rooms) :]
         self._rooms.extend(self._expected.room_for(message, are_apart=self._are_apart) for message in without_room)
 
@@ -76,6 +77,7 @@ class Outbox:
             parts = encode_apart(signature, tensors, expected, ahead, self._device)
         else:
             parts = encode(signature, tensors, expected, room)
+        # The peer notes the same signature when it unpacks the message, so both compute equal sizes later.
         self._expected.note(message, signature)
         works = [(number, part, self._lane.send(part, number)) for number, part in parts]
         self._sending.append(_Sent(self._consumed[message], works))
@@ -113,6 +115,7 @@ class Outbox:
 
     def give_failure(self, failure: Failure) -> None:
         """Begin to send a failure, once, in place of the next message."""
+        # A rank may fail again while it reports a failure, and the peer receives only the first one.
         if self._word is None:
             buffer = encode_failure(failure)
             with suppress(ConnectionError):

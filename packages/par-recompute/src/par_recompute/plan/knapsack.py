@@ -48,8 +48,10 @@ def knapsack(frontiers: Sequence[Sequence[Choice]], budget: int) -> list[Choice]
 def _spend(options: Sequence[Sequence[Choice]], least: Sequence[Choice], rest: int) -> list[Choice]:
     """Run the dynamic program: seconds[b] is the minimum for the layers so far, b steps above their fewest bytes."""
     extras = [[choice.bytes - low.bytes for choice in some] for some, low in zip(options, least, strict=True)]
+    # With a common divisor as the step, no size is rounded, so the result is optimal.
     divisor = math.gcd(*(extra for some in extras for extra in some))
     step = max(divisor, math.ceil(rest / GRID), 1)
+    # More steps than all layers can use together would only make the rows longer.
     width = min(rest // step, sum(max(-(-extra // step) for extra in some) for some in extras)) + 1
     seconds = torch.zeros(width, dtype=torch.float64)
     taken = []

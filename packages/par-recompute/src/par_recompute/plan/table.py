@@ -90,6 +90,7 @@ class Table:
         object.__setattr__(self, "modules", MappingProxyType(dict(self.modules)))
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        # The mapping is read-only, and pickle cannot handle that, so the table travels as its fields.
         return _table, (self.sizes, self.inputs, self.events, dict(self.modules), self.flops, self.moved)
 
     @property
@@ -140,8 +141,10 @@ def replay(table: Table, dropped: Collection[str]) -> Replay:
     sources: dict[int, tuple[int, int | None]] = {}  # of each dropped event: its input's storage, and who makes it
 
     def pack(storage: int, makers: tuple[int, ...]) -> tuple[int, int | None]:
+        # A storage that is saved anyway costs nothing more, so only a storage that is not saved yet is made again.
         if storage not in resident:
             for maker in makers:
+                # The innermost dropped module is repeated, because it needs the least arithmetic.
                 if maker in sources:
                     return storage, maker
             resident.add(storage)
@@ -154,6 +157,7 @@ def replay(table: Table, dropped: Collection[str]) -> Replay:
         elif event.module in dropped:
             sources[number] = pack(event.source, event.source_makers)
     storages, again = set(), set()
+    # A repeated call needs its own input, which may come from another repeated call.
     while needed:
         storage, maker = needed.pop()
         if maker is None:

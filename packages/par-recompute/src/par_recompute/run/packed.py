@@ -60,6 +60,7 @@ class Kept:
             if version_of(tensor) != self._version:
                 changed_since(tensor, self._version, f"layer {self._layer!r}")
             return tensor
+        # The outer hooks may copy from the host or a disk, so several tensors in one storage unpack it once.
         if self._loaded is None:
             self._loaded, self._left = self._unpack(self._value), self.uses
         tensor, self._left = self._loaded, self._left - 1
@@ -93,6 +94,7 @@ class Part:
     def take(self) -> Tensor:
         """Return the tensor with its original layout."""
         _, size, stride, offset, is_conj, is_neg = self._geometry
+        # A dropped tensor is a view of a recomputed one: the view is rebuilt from its layout, without a copy.
         part = self.source.take().as_strided(size, stride, offset)
         if part.is_conj() != is_conj:
             part = part.conj()

@@ -41,6 +41,7 @@ class Written:
         if any(isinstance(buffer, FakeTensor) for _, buffer, _ in before):
             return []  # it will not run again
         if module.training not in self._numbers:
+            # Only the first call of a mode pays for copies of all buffers. Later calls copy what it has written.
             before = [each for each in before if not torch.equal(each[1], each[2])]
             self._numbers[module.training] = {number for number, *_ in before}
         return [(buffer, copy) for _, buffer, copy in before]
