@@ -53,7 +53,7 @@ class Outbox:
 
     def plan(self, departures: tuple[Message, ...]) -> None:
         """Compute the sizes of the peer's buffers for a step."""
-        # A status of the last step may have left sizes that this step uses first.
+        # `plan` may be called before `begin`, so only messages without a size are new here.
         without_room = departures[len(self._rooms) :]
         self._rooms.extend(self._expected.room_for(message, are_apart=self._are_apart) for message in without_room)
 
