@@ -217,8 +217,14 @@ class Server:
     """moto in a process of its own."""
 
     def __init__(self):
+        # S3 refuses parts under 5 MiB, which are the same to the code under test, and slow to send.
+        small = {"S3_UPLOAD_PART_MIN_SIZE": "1", "MOTO_S3_DEFAULT_KEY_BUFFER_SIZE": str(1 << 24)}
         self.process = subprocess.Popen(
-            [sys.executable, __file__], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            [sys.executable, __file__],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=os.environ | small,
         )
         self.port = json.loads(self.process.stdout.readline())["port"]
         self.url = f"http://127.0.0.1:{self.port}"

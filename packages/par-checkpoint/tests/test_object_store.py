@@ -28,6 +28,7 @@ from par_checkpoint import (
     save,
     verify,
 )
+from par_checkpoint.storage import remote
 from par_checkpoint.storage.files import REACH
 from par_checkpoint.storage.folder import open_folder
 from par_checkpoint.storage.objects.requests import load_requests, save_requests
@@ -43,29 +44,42 @@ boto3 = pytest.importorskip("boto3")
 pytest.importorskip("moto.server")
 
 MIB = 1 << 20
+SCALE = 64
+"""All sizes of these tests are a 64th of what they would be against a real store, whose parts have 8 MiB."""
+PART = 8 * MIB // SCALE
+UNIT = MIB // SCALE
 
 
 @pytest.fixture(scope="session")
 def server():
-    """One server for all tests of this process; each has a bucket of its own."""
+    """One server for all tests of this process; each has an empty bucket."""
     running = stores.Server()
     yield running
     running.close()
 
 
+@pytest.fixture(scope="session")
+def proxy(server):
+    """One proxy for all tests of this process: a client of another address takes a quarter of a second to make."""
+    running = stores.Proxy(server.port)
+    forget()
+    yield running
+    running.close()
+    forget()
+
+
 @pytest.fixture
-def store(server, monkeypatch):
+def store(server, proxy, monkeypatch):
     """A proxy before the server, and an environment in which s3:// leads there."""
-    proxy = stores.Proxy(server.port)
     for name, value in stores.settings(proxy.url).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # so that it is our own patience that is tested, and a short one
     monkeypatch.setattr("par_checkpoint.storage.objects.store._FIRST_WAIT", 0.01)
-    forget()
+    monkeypatch.setattr("par_checkpoint.storage.remote.PART", PART)
     stores.make_bucket(server.url)
+    proxy.start()
     yield proxy
-    proxy.close()
-    forget()
+    proxy.start()
 
 
 def forget():
@@ -78,10 +92,15 @@ def forget():
 ROOT = f"s3://{stores.BUCKET}/run"
 
 
+def size(megabytes):
+    """The size of a file's limit, on the scale of these tests."""
+    return int(megabytes * 10**6) // SCALE
+
+
 def weights(seed=0, rows=640):
-    """Five tensors in two files of three and of two parts, if 20 MB is a file's limit."""
+    """Five tensors in two files of two parts each, if `size(20)` is a file's limit."""
     generator = torch.Generator().manual_seed(seed)
-    return {f"w{i}": torch.randn(rows, 2048, generator=generator) for i in range(5)}
+    return {f"w{i}": torch.randn(rows, 32, generator=generator) for i in range(5)}
 
 
 def zeros(tensors):
@@ -108,9 +127,9 @@ def files_of(url):
 
 
 QUIET = Transfer(progress=False)
-SMALL = {"format": Format(max_shard_size="5MB"), "transfer": QUIET}
-WITH_CONFIG = Format(max_shard_size="20MB", config={"a": 1})
-OPTIONS = {"format": Format(max_shard_size="20MB"), "transfer": QUIET}
+SMALL = {"format": Format(max_shard_size=size(5)), "transfer": QUIET}
+WITH_CONFIG = Format(max_shard_size=size(20), config={"a": 1})
+OPTIONS = {"format": Format(max_shard_size=size(20)), "transfer": QUIET}
 
 
 def put_by(requests, name):
@@ -153,7 +172,7 @@ def test_a_save_and_a_load_make_the_requests_of_the_formula_and_move_its_bytes(s
     assert_equal(found, model)
     assert torch.equal(report.extra["x"], torch.ones(3))
     files = files_of(url)
-    window = window_of(sum(each.size for each in files.values()), 256 * 10**6, 8 * MIB, 1, 16)
+    window = window_of(sum(each.size for each in files.values()), 256 * 10**6, PART, 1, 16)
     expected = load_requests(files, window=window, objects=objects_there)
     assert counts_of(requests) == expected.by_kind
     received = sum(each.received for each in requests if "/generation-" in each.path)
@@ -169,16 +188,16 @@ def counts_of(requests):
 
 def test_long_files_are_read_in_long_ranges_and_short_ones_in_sixteen_at_a_time(store, monkeypatch):
     assert REACH == 64 * MIB
-    monkeypatch.setattr("par_checkpoint.transfer.read.REACH", 24 * MIB)  # so that 48 MiB are many
-    model = {"w": torch.arange(12 * MIB, dtype=torch.float32)}
+    monkeypatch.setattr("par_checkpoint.transfer.read.REACH", 3 * PART)  # so that six parts are many
+    model = {"w": torch.arange(6 * PART // 4, dtype=torch.float32)}
     save(f"{ROOT}/c", model=model, **OPTIONS)
-    for in_flight, expected in ((16, [8 * MIB] * 6), (4, [16 * MIB] * 3), (1, [24 * MIB] * 2)):
+    for in_flight, expected in ((16, [PART] * 6), (4, [2 * PART] * 3), (1, [3 * PART] * 2)):
         monkeypatch.setattr("par_checkpoint.storage.remote.RemoteFolder.in_flight", in_flight)
         store.start()
         found = zeros(model)
         load(f"{ROOT}/c", model=found)
         assert_equal(found, model)
-        assert sorted(each.received for each in store.requests if each.received >= MIB) == expected
+        assert sorted(each.received for each in store.requests if each.received >= UNIT) == expected
 
 
 def test_sixteen_requests_of_a_rank_are_with_the_store_at_a_time(store):
@@ -296,7 +315,6 @@ def impatient(monkeypatch):
 
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
     monkeypatch.setattr("par_checkpoint.storage.objects.store.TRIES", 1)
-    forget()
 
 
 def save_and_die(store, url, seed, number, *, passed_on, overwrite):
@@ -307,7 +325,7 @@ def save_and_die(store, url, seed, number, *, passed_on, overwrite):
             url,
             model=weights(seed, 30),
             overwrite=overwrite,
-            format=Format(max_shard_size="500KB", config={"seed": seed}),
+            format=Format(max_shard_size=size(0.5), config={"seed": seed}),
             transfer=Transfer(progress=False),
         )
     except Exception:
@@ -372,9 +390,8 @@ def killed_at(store, server, mode, numbers):
             root = f"{ROOT}/{mode}-{number}-{passed_on}"
             url = f"{root}/step-00000001"
             if mode == "overwrite":
-                save(
-                    url, model=weights(1, 30), **{**SMALL, "format": Format(max_shard_size="500KB", config={"seed": 1})}
-                )
+                first = Format(max_shard_size=size(0.5), config={"seed": 1})
+                save(url, model=weights(1, 30), format=first, transfer=QUIET)
             if not save_and_die(store, url, 2, number, passed_on=passed_on, overwrite=mode == "overwrite"):
                 assert seed_at(url) == 2
                 last = number
@@ -649,18 +666,18 @@ def test_transformers_opens_a_synced_folder(store, server, tmp_path):
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2
     )
-    for size in ("1GB", "20KB"):
-        torch.manual_seed(len(size))
+    for limit in ("1GB", "20KB"):
+        torch.manual_seed(len(limit))
         model = transformers.LlamaForCausalLM(config)
         save(
             f"{ROOT}/c",
             model=model,
             optimizer=None,
             overwrite=True,
-            format=Format(max_shard_size=size),
+            format=Format(max_shard_size=limit),
             transfer=Transfer(progress=False),
         )
-        folder = tmp_path / size
+        folder = tmp_path / limit
         sync(server, "run/c", folder)
         again = transformers.AutoModelForCausalLM.from_pretrained(folder)
         assert_equal(again.state_dict(), model.state_dict())
@@ -683,6 +700,7 @@ def shared_proxy(address):
         told = [proxy.url]
     dist.broadcast_object_list(told)
     os.environ.update(stores.settings(told[0]))
+    remote.PART = PART  # of this process, which ends with the test
     return proxy
 
 
@@ -690,9 +708,9 @@ def shared_proxy(address):
 def test_two_ranks_write_one_file_in_parts_and_each_error_reaches_both(address):
     proxy = shared_proxy(address)
     rank, whole = dist.get_rank(), weights(3)
-    half = 1024 * rank
-    local = {name: tensor[:, half : half + 1024].clone() for name, tensor in whole.items()}
-    layout = {name: Sharding((640, 2048), (Box((0, half), (640, 1024), 0, (1024, 1), (rank,)),)) for name in whole}
+    half = 16 * rank
+    local = {name: tensor[:, half : half + 16].clone() for name, tensor in whole.items()}
+    layout = {name: Sharding((640, 32), (Box((0, half), (640, 16), 0, (16, 1), (rank,)),)) for name in whole}
     url = f"{ROOT}/c"
     for async_ in (False, True):
         if rank == 0:
@@ -750,10 +768,10 @@ def test_eight_ranks_of_one_host_read_each_byte_once(address):
     whole, url = weights(3, 1024), f"{ROOT}/c"
     if dist.get_rank() == 0:
         alone = dist.new_group([0], use_local_synchronization=True)
-        save(url, model=whole, group=alone, format=Format(max_shard_size="20MB"), transfer=QUIET)
+        save(url, model=whole, group=alone, format=Format(max_shard_size=size(20)), transfer=QUIET)
         proxy.start()
     dist.barrier()
-    for budget in ("64MB", "256MB"):
+    for budget in (size(64), size(256)):
         found = zeros(whole)
         load(url, model=found, transfer=Transfer(budget=budget))
         assert_equal(found, whole)
@@ -761,7 +779,7 @@ def test_eight_ranks_of_one_host_read_each_byte_once(address):
         if dist.get_rank() == 0:
             requests, files = list(proxy.requests), files_of(url)
             total = sum(each.size for each in files.values())
-            window = window_of(total, int(budget[:-2]) * 10**6, 8 * MIB, 8, 16)
+            window = window_of(total, budget, PART, 8, 16)
             expected = load_requests(files, window=window)
             assert sum(each.received for each in requests if "/generation-" in each.path) == expected.data
             assert counts_of(requests) == expected.by_kind

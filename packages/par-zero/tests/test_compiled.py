@@ -1,7 +1,5 @@
 """Blocks that are compiled one by one: one graph for all of them at every stage, and the numbers of eager blocks."""
 
-from itertools import product
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,8 +16,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:
 
 ONE_BY_ONE = (
     (0, "in place", "before"),
-    *(storm((stage, "wrapped", "before")) for stage in (1, 2)),  # a block has the hooks of stage 0 there
-    *product((3,), ("in place", "wrapped"), ("before", "after")),
+    (3, "in place", "before"),
+    (3, "wrapped", "after"),
+    *(storm((stage, "wrapped", "before")) for stage in (1, 2, 3)),  # a block has the hooks of stage 0 at 1 and 2
+    storm((3, "in place", "after")),
 )
 """Stage, how blocks are compiled, and whether that is before or after `shard`."""
 

@@ -41,6 +41,14 @@ def test_combinations_with_a_value_that_is_a_storm_are_a_test_of_their_own():
     assert seen[2:] == [("b", 1), ("b", 2)]
 
 
+def test_storm_as_decorator_raises():
+    with pytest.raises(TypeError, match=r"storm\(test_x\): it marks values; decorate a test with @pytest.mark.storm"):
+
+        @storm
+        def test_x():
+            pass
+
+
 @for_each(shift=(1, storm(10)))
 @pytest.mark.parametrize("base", [100, 200])
 @pytest.mark.ranks(2)

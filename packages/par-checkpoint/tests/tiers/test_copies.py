@@ -29,7 +29,8 @@ from par_testing import default_device_type
 
 from ..helpers import policies
 
-SHAPES = {"rows": (2047, 1023), "columns": (513, 2048), "all": (3, 700001), "few": (3,)}
+SHAPES = {"rows": (1023, 1023), "columns": (257, 1024), "all": (3, 300001), "few": (3,)}
+"""Together a little more than two blocks of a file, so that each of two parts has one of its own."""
 CUTS = {"rows": Shard(0), "columns": Shard(1), "all": Replicate(), "few": Replicate()}
 
 
@@ -122,7 +123,7 @@ def test_uneven_hosts_and_other_numbers_of_ranks(tmp_path):
     with on_hosts(*names):
         folder = tmp_path / names[rank]
         tiers = [str(folder / "memory")]
-        save("c", model=cut(values, (2, 2)), format=Format(max_shard_size="3MB"), tiers=Tiers(tiers, copies=2)).wait()
+        save("c", model=cut(values, (2, 2)), format=Format(max_shard_size="1MB"), tiers=Tiers(tiers, copies=2)).wait()
         dist.barrier()
         for lost in "abc":
             if names[rank] == lost and rank != 2:
@@ -255,7 +256,7 @@ def test_a_flipped_byte_in_memory_is_not_copied_on(tmp_path, sharing):
     ):
         host = names[dist.get_rank()]
         tiers = tiers_of(tmp_path, host)
-        save("good", model=cut(values), format=Format(max_shard_size="5MB"), tiers=Tiers(tiers, copies=2)).wait()
+        save("good", model=cut(values), format=Format(max_shard_size="2MB"), tiers=Tiers(tiers, copies=2)).wait()
         dist.barrier()
         assert verify(tmp_path / "disk/good") == []
         opened, copy = threading.Event(), saving.copy_on
@@ -268,7 +269,7 @@ def test_a_flipped_byte_in_memory_is_not_copied_on(tmp_path, sharing):
                 data[-5] ^= 1
                 path.write_bytes(data)
             opened.set()
-            with pytest.raises(CheckpointError, match=r"block 5 in the memory of rank 1's host is not what was"):
+            with pytest.raises(CheckpointError, match=r"block 2 in the memory of rank 1's host is not what was"):
                 handle.wait()
         dist.barrier()
         assert [path.name for path in (tmp_path / "disk").iterdir()] == ["good"]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from par_groups import settle_
-from par_testing import Accelerator, StrictDeviceError, storm
+from par_testing import Accelerator, StrictDeviceError
 from par_zero import Offload, _unit, shard, summon
 from par_zero.offload import host_gradients, link, swapper, tier
 from par_zero.watch import freed
@@ -193,7 +193,7 @@ def has_late_errors():
             found = True
 
 
-@storm  # threads of runs that fail may raise their faults later, anywhere in this process
+@pytest.mark.storm  # threads of runs that fail may raise their faults later, anywhere in this process
 @pytest.mark.ranks(1, timeout=580, backend="strict", accelerator=Accelerator())
 def test_offload_without_any_one_of_its_waits_fails():
     expected = {name: trained(**run) for name, run in RUNS.items()}

@@ -15,7 +15,13 @@ _STORM = "storm"  # the parameter that says which combinations a test goes throu
 
 
 def storm(*values: object) -> ParameterSet:
-    """Values for which others stand, for `for_each` and `parametrize`: a test has them with `-m storm` alone."""
+    """Values for which others stand, for `for_each` and `parametrize`: a test has them with `-m storm` alone.
+
+    Raises:
+        TypeError: A test was decorated: pytest would not collect it.
+    """
+    if inspect.isfunction(values[0]) and values[0].__name__.startswith("test_"):
+        raise TypeError(f"storm({values[0].__name__}): it marks values; decorate a test with @pytest.mark.storm")
     return pytest.param(*values, marks=pytest.mark.storm)
 
 
