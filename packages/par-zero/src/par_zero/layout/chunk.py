@@ -17,6 +17,12 @@ from .meter import GRADIENTS, UNITS, Meter
 from .plan import ChunkPlan
 from .sharers import Groups
 
+_OWN_CLASSES = (nn.Parameter, WatchedWeight, FreedParameter)
+"""Classes of parameters that a chunk may exchange for one another."""
+
+# The data of a watched weight would record a write.
+_set_data: Callable[[torch.Tensor, torch.Tensor], None] = nn.Parameter.data.__set__  # type: ignore[attr-defined]
+
 
 @dataclass(eq=False, kw_only=True)
 class Slice:
@@ -114,9 +120,24 @@ class Chunk:
         return self.layout.share(self.groups.rank)
 
     @cached_property
+    def _slots_in_share(self) -> list[tuple[int, int]]:
+        """First element of each parameter in this rank's shard, and the last plus one; nothing if it lies outside."""
+        low, high = self.share
+        firsts = [min(max(start, low), high) for start, _ in self.layout.slots]
+        return [
+            (first - low, max(first, min(stop, high)) - low)
+            for first, (_, stop) in zip(firsts, self.layout.slots, strict=True)
+        ]
+
+    @cached_property
     def updated(self) -> tuple[int, int]:
         """First element that this rank's optimizer updates, and the last plus one."""
         return self.plan.updated(self.groups.rank, self.stage)
+
+    @cached_property
+    def parameters(self) -> list[nn.Parameter]:
+        """Parameters of the members."""
+        return [member.parameter for member in self.members]
 
     @cached_property
     def name(self) -> str:
@@ -209,13 +230,12 @@ class Chunk:
 
     def show_whole(self) -> None:
         """Make the parameters views of `flat`, which must have memory."""
-        # A freed parameter accepts only this rank's shard as its data, so its class changes first.
-        set_data = nn.Parameter.data.__set__  # type: ignore[attr-defined]  # that of the class would record a write
-        for member, view in zip(self.members, self.views(self.flat), strict=True):
-            parameter = member.parameter
-            if type(parameter) is FreedParameter:
-                object.__setattr__(parameter, "__class__", WatchedWeight)
-            set_data(parameter, view)
+        for parameter, view in zip(self.parameters, self.views(self.flat), strict=True):
+            # A freed parameter accepts only this rank's shard as its data, so its class changes first.
+            kind: type = type(parameter)
+            if kind is FreedParameter:
+                parameter.__class__ = WatchedWeight
+            _set_data(parameter, view)
         parameters, _ = self._writes
         self._writes = parameters, versions_of(parameters)
 
@@ -230,24 +250,23 @@ class Chunk:
 
     def show_share(self) -> None:
         """Make the parameters flat views of this rank's shard in `own`. Stage 3 only."""
-        low, high = self.share
+        own, alias = self.own, attributes.HAS_ALIAS.name
         # If a parameter changed its device, torch would replace the node that accumulates its gradient, and the graph
         # of a pass would have several of them. So the parameter stays on its device, and refers to its shard.
-        nothing = self.own.new_empty(0, device=self.device) if self.is_on_host else None
-        for member, (start, stop) in zip(self.members, self.layout.slots, strict=True):
-            # A parameter outside of this rank's shard becomes an empty view.
-            first, parameter = min(max(start, low), high), member.parameter
-            kind = type(parameter)
-            if kind is FreedParameter or kind is WatchedWeight:
-                object.__setattr__(parameter, "__class__", nn.Parameter)
-            if kind is WatchedWeight:
-                parameter.__dict__.pop(attributes.HAS_ALIAS.name, None)
-            part = self.own[first - low : max(first, min(stop, high)) - low]
-            parameter.data = part if nothing is None else nothing
+        nothing = own.new_empty(0, device=self.device) if self.is_on_host else None
+        for parameter, (first, end) in zip(self.parameters, self._slots_in_share, strict=True):
+            kind: type = type(parameter)
+            if kind is FreedParameter:
+                parameter.__class__ = nn.Parameter
+            elif kind is WatchedWeight:
+                parameter.__dict__.pop(alias, None)
+            part = own[first:end]
+            _set_data(parameter, part if nothing is None else nothing)
             # A subclass of the user's may have operations of its own, so its class does not change.
-            if self._guards and type(parameter) is nn.Parameter:
-                parameter.par_freed.on_host = None if nothing is None else part  # type: ignore[attr-defined]
-                parameter.__class__ = FreedParameter
+            if kind in _OWN_CLASSES:
+                if self._guards:
+                    parameter.par_freed.on_host = None if nothing is None else part  # type: ignore[attr-defined]
+                parameter.__class__ = FreedParameter if self._guards else nn.Parameter
 
     def guard(self, settle: Callable[[], None], written: Callable[[], None]) -> None:
         """Make reads of sharded parameters as if they were full raise an error from now on.

@@ -8,6 +8,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import compress
 from typing import Protocol
 
 import torch
@@ -133,24 +134,24 @@ class ChunkGradients:
             self._adds_stored = any(part.tensor.grad is not None and self._in_store(part) for part in chunk.slices)
         # Freed parameters have a `__torch_function__`, which would run once per parameter.
         with without_torch_functions():
-            gradients = [member.parameter.grad for member in chunk.members]
-        pairs = [
-            (place, gradient) for place, gradient in zip(self._places, gradients, strict=True) if gradient is not None
-        ]
-        chunk.meter.note("C" if pairs else "zero", chunk.name)
-        if pairs:
+            gradients = [parameter.grad for parameter in chunk.parameters]
+        used = [int(gradient is not None) for gradient in gradients]
+        into, given = self._places, [gradient for gradient in gradients if gradient is not None]
+        if len(given) < len(used):
+            into = list(compress(into, used))
+        chunk.meter.note("C" if given else "zero", chunk.name)
+        if given:
             chunk.meter.touch(GRADIENTS, chunk.plan.arriving)
-        into, given = [place for place, _ in pairs], [gradient for _, gradient in pairs]
-        if not self._filled and len(pairs) < len(gradients):
+        if not self._filled and len(given) < len(used):
             # Members without a gradient must add zeros to the sum, but a lent buffer contains old values.
             buffer.zero_()
         if given:
             (foreach_add_ if self._filled else foreach_copy_)(into, given)
         self._filled = True
         with without_torch_functions():
-            for member in chunk.members:
-                member.parameter.grad = None
-        return [int(gradient is not None) for gradient in gradients]
+            for parameter in chunk.parameters:
+                parameter.grad = None
+        return used
 
     def zeros(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return zeros in place of the gradients, for a sum that other ranks wait for, and memory for the result."""
@@ -283,8 +284,8 @@ class ChunkGradients:
         self._filled, self._earlier, self._adds_stored, self._is_stored = False, None, False, False
         self._reduced = None
         self._count_cast(0)
-        for member in self.chunk.members:
-            member.parameter.grad = None
+        for parameter in self.chunk.parameters:
+            parameter.grad = None
 
     def forget_buffer(self) -> None:
         """Release the memory of a returned buffer, which the places of the members would keep alive."""

@@ -6,6 +6,7 @@ group, which one fused optimizer call updates. Groups and shards begin at multip
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 ALIGNMENT = 16
 """Every group and every shard begins at a multiple of this number of elements.
@@ -92,7 +93,7 @@ class ChunkLayout:
             loads[owner] += item.weight or item.numel
         return loads
 
-    @property
+    @cached_property
     def gaps(self) -> list[tuple[int, int]]:
         """Ranges of the padding: first element, and last element plus one."""
         ends = [0, *(stop for _, stop in sorted(self.slots))]

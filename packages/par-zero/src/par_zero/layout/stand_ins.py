@@ -1,6 +1,6 @@
 """Stand-ins for gradients: tensors in `.grad` of a chunk's parameters while the optimizer holds the gradients."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from .._torch_private import without_torch_functions
 from ..watch.freed import refuse_by_hand
 from .chunk import Chunk
 
-_Kind = tuple[torch.Size, torch.dtype]
+_Kinds = tuple[tuple[torch.Size, torch.dtype], ...]
 
 
 class Dropped(NamedTuple):
@@ -32,10 +32,11 @@ class StandIns:
     """Stand-ins in the parameters of some chunks."""
 
     def __init__(self) -> None:
-        self._shown: dict[Chunk, dict[int, torch.Tensor]] = {}  # by number of the member
-        self._made: dict[Chunk, list[dict[_Kind, torch.Tensor]]] = {}  # for each member
+        self._shown: dict[Chunk, list[torch.Tensor | None]] = {}  # for each member; None: it has no gradient
+        # For each member, by the shapes and dtypes of all: at stage 3 the parameters are whole or parts of a shard.
+        self._made: dict[Chunk, dict[_Kinds, list[torch.Tensor]]] = {}
 
-    def show(self, chunk: Chunk, used: Iterable[int]) -> None:
+    def show(self, chunk: Chunk, used: Sequence[int]) -> None:
         """Put stand-ins into the members whose gradients the optimizer holds now.
 
         Args:
@@ -44,18 +45,22 @@ class StandIns:
         """
         if chunk.plan.owner < 0:
             return
-        shown = self._shown[chunk] = {}
-        known = self._made.setdefault(chunk, [{} for _ in chunk.members])
+        parameters, known = chunk.parameters, self._made.setdefault(chunk, {})
         with without_torch_functions():
-            for index, (member, made, has) in enumerate(zip(chunk.members, known, used, strict=True)):
-                if has:
-                    parameter = member.parameter
-                    kind = parameter.shape, parameter.dtype
-                    # Each stand-in is made once: making a tensor of a subclass in each step takes longer than reusing
-                    # it.
-                    if kind not in made:
-                        made[kind] = stand_in_gradient(member.names[0], parameter, "the optimizer's flat tensors")
-                    parameter.grad = shown[index] = made[kind]
+            kinds = tuple([(parameter.shape, parameter.dtype) for parameter in parameters])
+            # Each stand-in is made once: making a tensor of a subclass in each step takes longer than reusing it.
+            if kinds not in known:
+                known[kinds] = [
+                    stand_in_gradient(member.names[0], member.parameter, "the optimizer's flat tensors")
+                    for member in chunk.members
+                ]
+            shown: list[torch.Tensor | None] = [*known[kinds]]
+            if not all(used):
+                shown = [one if has else None for one, has in zip(shown, used, strict=True)]
+            self._shown[chunk] = shown
+            for parameter, one in zip(parameters, shown, strict=True):
+                if one is not None:
+                    parameter.grad = one
 
     def take(self, arrived: torch.Tensor | None) -> list[Dropped]:
         """Remove all stand-ins when a backward pass begins.
@@ -72,16 +77,19 @@ class StandIns:
         kept, place = False, None
         with without_torch_functions():
             for chunk, stand_ins in shown.items():
-                gone = []
-                for index, one in stand_ins.items():
-                    parameter = chunk.members[index].parameter
+                gone, others = [], False
+                for index, (parameter, one) in enumerate(zip(chunk.parameters, stand_ins, strict=True)):
+                    if one is None:
+                        continue
                     if parameter.grad is one:
                         parameter.grad, kept = None, True
                     elif parameter is arrived:
                         place = chunk, index
                     else:
                         gone.append(index)
-                dropped.append(Dropped(chunk, gone, len(gone) < len(stand_ins)))
+                        continue
+                    others = True
+                dropped.append(Dropped(chunk, gone, others))
         # The program dropped every other gradient, as `zero_grad` does, so it dropped this parameter's as well.
         if place is not None and not kept:
             for each in dropped:
@@ -95,19 +103,19 @@ class StandIns:
         Raises:
             RuntimeError: The program assigned a gradient to a member.
         """
-        shown, gone = self._shown.get(chunk, {}), []
         with without_torch_functions():
-            gradients = [member.parameter.grad for member in chunk.members]
+            gradients = [parameter.grad for parameter in chunk.parameters]
         # This is the case of nearly every step, so it is decided before the loop.
-        if len(shown) == len(gradients) and all(type(gradient) is GradientElsewhere for gradient in gradients):
+        if {*map(type, gradients)} == {GradientElsewhere}:
             return None
+        shown, gone = self._shown.get(chunk, [None] * len(gradients)), []
         for index, gradient in enumerate(gradients):
-            if gradient is None and index in shown:
+            if gradient is None and shown[index] is not None:
                 gone.append(index)
-                del shown[index]
+                shown[index] = None
             elif gradient is not None and type(gradient) is not GradientElsewhere:
                 refuse_by_hand(chunk.members[index].names[0])
-        return Dropped(chunk, gone, bool(shown)) if gone else None
+        return Dropped(chunk, gone, any(one is not None for one in shown)) if gone else None
 
     def forget(self, chunk: Chunk) -> None:
         """Forget the stand-ins of a chunk, whose gradients were dropped."""

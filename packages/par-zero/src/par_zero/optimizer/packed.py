@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from .._torch_private import own_parameters
 from ..layout.chunk import Chunk
+
+_ADDRESS = torch.Tensor.data_ptr
 
 
 class PackedParameters:
@@ -20,7 +23,7 @@ class PackedParameters:
     def __init__(self, module: nn.Module, chunks: Sequence[Chunk], *, in_place: bool) -> None:
         self._module, self._chunks, self._in_place = module, chunks, in_place
         self._parameters = [member.parameter for chunk in chunks for member in chunk.members]
-        self._pointers = [parameter.data_ptr() for parameter in self._parameters] if in_place else []
+        self._pointers = list(map(_ADDRESS, self._parameters)) if in_place else []
         self._find()
 
     def look(self) -> None:
@@ -29,9 +32,9 @@ class PackedParameters:
         Raises:
             RuntimeError: A parameter was replaced.
         """
-        if [id(own.get(name)) for own, name in self._places] != self._ids or (
-            self._in_place and [parameter.data_ptr() for parameter in self._parameters] != self._pointers
-        ):
+        # Two C loops, because a Python call for each parameter would take longer than the rest of the check.
+        now = list(map(id, [own.get(name) for own, name in self._places]))
+        if now != self._ids or (self._in_place and list(map(_ADDRESS, self._parameters)) != self._pointers):
             self.check(whole=self._in_place)
             self._find()  # parametrizations keep parameters under other names
 

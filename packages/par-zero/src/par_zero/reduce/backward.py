@@ -144,24 +144,28 @@ class ExpectedGradients:
 
 
 def call_on_gradient(
-    parameter: nn.Parameter, owner: _Owner, call: Callable[[_Owner, int, int], None], number: int, index: int
+    parameter: nn.Parameter,
+    owner: _Owner,
+    call: Callable[[_Owner, int, int, torch.Tensor], None],
+    number: int,
+    index: int,
 ) -> None:
     """Call a method for each gradient of a parameter. The parameter may be frozen now and trained later.
 
     Args:
         parameter: Parameter.
         owner: Object of the method. The hook does not keep it alive.
-        call: Method, as a function of the class.
+        call: Method, as a function of the class. Its last argument is the parameter.
         number: First argument of the method.
         index: Second argument of the method.
     """
     # The garbage collector does not see the hooks of a tensor, so a strong reference would be a leak.
     weak = ref(owner)
 
-    def hook(_: torch.Tensor) -> None:
+    def hook(parameter: torch.Tensor) -> None:
         alive = weak()
         if alive is not None:
-            call(alive, number, index)
+            call(alive, number, index, parameter)
 
     frozen = not parameter.requires_grad
     # torch registers hooks only on parameters that require gradients, but keeps them when the parameter is frozen.

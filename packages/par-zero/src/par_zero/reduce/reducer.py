@@ -300,35 +300,38 @@ class Reducer:
                 call()
             self.usage.begin_pass(arrived)
 
-    def note_gradient(self, number: int, index: int) -> None:
+    def note_gradient(self, number: int, index: int, parameter: torch.Tensor) -> None:
         """Record that autograd has set the gradient of a member of a chunk.
 
         Args:
             number: Number of the chunk.
             index: Index of the member.
+            parameter: Parameter of the member.
         """
-        current, expected, chunk = self._pass, self.expected, self._chunks[number]
-        arrived, member = current.arrived[number], chunk.members[index]
-        name, gradient = member.names[0], member.parameter.grad
-        if gradient is not None and (gradient.layout != torch.strided or gradient.requires_grad):
-            refuse_gradient(name, gradient)
+        # This runs once for each parameter and pass: whatever only an error or a complete chunk needs is read later.
+        current, gradient = self._pass, parameter.grad
+        if gradient is not None and (gradient.layout is not torch.strided or gradient.requires_grad):
+            refuse_gradient(self._name(number, index), gradient)
         if number in self.arriving:
-            refuse_arriving(name)
+            refuse_arriving(self._name(number, index))
         if not current.is_running:
-            self.start(arrived=member.parameter)
+            self.start(arrived=parameter)
         current.has_gradients = True
-        expected.from_nested_passes = expected.from_nested_passes or current_pass() != current.number
+        if current_pass() != current.number:
+            self.expected.from_nested_passes = True
+        arrived = current.arrived[number]
         if number in current.begun:
             if self.hooks.compare is None:
                 if index in arrived:
-                    refuse_another(name)
-                (refuse_closed if self._programmed else refuse_given_up)(name)
+                    refuse_another(self._name(number, index))
+                (refuse_closed if self._programmed else refuse_given_up)(self._name(number, index))
             current.late.add(number)
-            self.usage.add(number, [int(place == index) for place in range(len(chunk.members))])
+            self.usage.add(number, [int(place == index) for place in range(len(self._chunks[number].members))])
             return
         arrived.add(index)
         # True again for later gradients: checkpointing may run a pass within the pass, with another gradient.
-        if len(arrived) >= expected.counts[number]:
+        if len(arrived) >= self.expected.counts[number]:
+            chunk = self._chunks[number]
             current.completed.add(number)
             if not self._programmed:
                 self.order.learned.observed.append(number)
@@ -339,6 +342,10 @@ class Reducer:
                 self.begin()
             elif not self._deferring and self.order.may_begin_early(number):
                 self.reduce(number)
+
+    def _name(self, number: int, index: int) -> str:
+        """Return the name of a member of a chunk, for an error."""
+        return self._chunks[number].members[index].names[0]
 
     def _take(self, chunk: Chunk) -> None:
         """Take the gradients of a chunk, and wait before for a reduction whose buffer it can borrow."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import chain, islice
+from operator import or_
 
 import torch
 
@@ -57,7 +58,7 @@ class GradientUsage:
             used: Flags, one per member: 1 if the member had a gradient, else 0.
         """
         for flags in (self._anywhere, self._here):
-            flags[number] = [old | new for old, new in zip(flags[number], used, strict=True)]
+            flags[number] = list(map(or_, flags[number], used))
 
     def begin_pass(self, arrived: torch.Tensor | None) -> None:
         """Remove the stand-ins, and drop the gradients that the caller has dropped since the last pass.
@@ -107,7 +108,8 @@ class GradientUsage:
             Lists of member indices, one list per chunk.
         """
         self.share()
-        return [[index for index, used in enumerate(self._anywhere[chunk.number]) if not used] for chunk in chunks]
+        anywhere = (self._anywhere[chunk.number] for chunk in chunks)
+        return [[] if all(used) else [index for index, each in enumerate(used) if not each] for used in anywhere]
 
     def share(self) -> None:
         """Find the members that had a gradient on any rank, in the latest pass that reduced or before."""
