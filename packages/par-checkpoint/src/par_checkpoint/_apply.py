@@ -187,6 +187,8 @@ def apply_(into: Into, source: Source, ranks: Ranks) -> StateReport:
         )
         return (of_model, of_optimizer, buffers, announced), [key in used for key in stored]
 
+    # Everything that can fail is checked by now on every rank. From here on, all ranks change their objects or none
+    # does.
     (of_model, of_optimizer, buffers, mine), users = ranks.tell(match, len(stored))
     announced = [of_rank for _, of_rank in ranks.distinct(mine)]
     check_layout([of_rank.layout for of_rank in announced])
@@ -197,13 +199,15 @@ def apply_(into: Into, source: Source, ranks: Ranks) -> StateReport:
     report = replace(report, missing=(*report.missing, *unmade))
     matches = matching_groups([of_rank.groups for of_rank in announced], len(outline.groups()))
     source.check([of_model, of_optimizer], {pair for of_rank in announced for pair in of_rank.same})
+    # A read is collective, so a rank without tensors of the model takes part in it, too.
     if any(of_rank.fills_model for of_rank in announced):
         source.fill_(of_model)
     if report.recomputed:
         ranks.agree(lambda: make_buffers_(model, buffers, device_for(into.device, model)))
     has_own_code = any(of_rank.loads_itself for of_rank in announced)
     _run(partial(loading.run_, objects, strict=into.strict), ranks, together=has_own_code)
-    if model is not None:  # holders of masters take the weights, before the optimizer's own, more exact ones are read
+    # Masters first take the loaded weights. Then the saved masters overwrite them with their exact values.
+    if model is not None:
         written_(_tensors_of(model))
     if any(of_rank.fills_optimizer for of_rank in announced):
         source.fill_(of_optimizer)
@@ -214,7 +218,8 @@ def apply_(into: Into, source: Source, ranks: Ranks) -> StateReport:
         written_([each for each in tensors if id(each) not in parameters])
         set_optimizer_(optimizer, outline.groups(), matches, of_optimizer.state, outline.slots())
         _run(partial(reload_, optimizer, own_of_optimizer), ranks, together=has_own_code)
-    if any(of_rank.sets_more for of_rank in announced):  # by code of the caller's, which may fail on one rank alone
+    # A scheduler runs code of the caller, which may fail on one rank only.
+    if any(of_rank.sets_more for of_rank in announced):
         ranks.agree(lambda: set_scheduler_(state.scheduler, scheduler_state))
     return report
 
@@ -268,7 +273,8 @@ def _match(source: Source, into: Into, loading: ModuleLoading) -> tuple[Targets,
             dtype=into.dtype,
             kind=source.kind,
         )
-        if outline.manifest is not None:  # no other folder has extra state
+        # Only checkpoints of this package contain extra state of modules.
+        if outline.manifest is not None:
             own, saved = set(model_state(model).objects), outline.objects().keys()
             of_model.missing.extend(sorted(own - saved))
             if isinstance(model, nn.Module):

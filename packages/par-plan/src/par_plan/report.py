@@ -128,6 +128,7 @@ class PlanReport:
         sentences += _where_rows_go(best, self.machine)
         if others:
             sentences.append(f"The second, {describe(others[0])}, {_behind(others[0], best)}")
+        # A configuration that does not fit has no meaningful step time, so it is not compared with the fastest one.
         if mine is None or fits_not:
             return [*sentences, *fits_not, *([] if mine is None else _where_rows_go(mine, self.machine))]
         if mine.seconds <= best.seconds:
@@ -194,6 +195,7 @@ class PlanReport:
             needs += f" In that configuration, {short}."
             if short.tier != "device":
                 return [needs, f"The {short.tier} is the limit: add capacity there, or add devices."]
+        # The remedy depends on what takes most: state shrinks with more ranks, activations also with a shorter context.
         if nearest.memory.state > nearest.memory.total / 2:
             more = "" if self.machine.tiers else ", pass --host-memory to offload"
             remedy = f"add devices{more}, or reduce {keys['layers']}"
@@ -355,6 +357,7 @@ def _where_rows_go(prediction: Prediction, machine: Machine) -> list[str]:
         f"Experts are sharded over {spread.parallel} ranks of {place}, at {format_bytes(rate)}/s: "
         f"{rows} of communication and {format_seconds(seconds['compute'])} of arithmetic"
     )
+    # Half of the arithmetic is a rule of thumb, below which the exchange is not worth a remark.
     if nodes > 1 and seconds["experts"] > seconds["compute"] / 2:
         sentence += "; shard them over fewer nodes, or overlap the communication"
     return [f"{sentence}."]
@@ -363,6 +366,7 @@ def _where_rows_go(prediction: Prediction, machine: Machine) -> list[str]:
 def _behind(prediction: Prediction, best: Prediction) -> str:
     """Return by how much a configuration is slower than the fastest, and which term adds most."""
     mine, its = prediction.busiest.seconds, best.busiest.seconds
+    # The term that grows most explains the difference best, even if other terms shrink.
     most = max(TERMS, key=lambda term: mine[term] - its[term])
     if mine[most] <= its[most]:
         return "takes the same time."

@@ -80,6 +80,7 @@ def conversion_of(model: Model | None, shapes: Mapping[str, Shape]) -> Conversio
 def _conversions(model: Any) -> list[Any]:
     """Return the conversions with which the model was loaded, else those of its class, like `save_pretrained`."""
     loaded_with = getattr(model, "_weight_conversions", None)
+    # Files that are saved again should look like the files from which the model was loaded.
     if loaded_with is not None:
         return list(loaded_with)
     version = sys.modules["transformers"].__version__
@@ -87,6 +88,7 @@ def _conversions(model: Any) -> list[Any]:
         mapping = importlib.import_module("transformers.conversion_mapping")
         conversions_of = mapping.get_model_conversion_mapping
     except (ImportError, AttributeError) as error:
+        # Releases without conversions write the tensors as they are in memory.
         if int(version.partition(".")[0]) < _CONVERTS_SINCE:
             return []  # a release without conversions: its files are as the model is
         raise ValueError(
@@ -108,6 +110,7 @@ def _conversions(model: Any) -> list[Any]:
 def _declared(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules with the classes from source code: FSDP replaces a class by one with another name."""
     for name, module in model.named_modules():
+        # FSDP puts a class of its own, with another name, in front of the original class.
         bases = [base for base in type(module).__mro__ if issubclass(base, nn.Module)]  # without FSDP's own mix-in
         kind = next(base for base in bases if getattr(sys.modules.get(base.__module__), base.__name__, None) is base)
         if kind is not type(module) and hasattr(module, "config"):
@@ -120,6 +123,7 @@ def _declared(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _reversed(transforms: Sequence[Any]) -> list[Any]:
     """Return the transforms from memory to the files, in the order in which they apply."""
     try:
+        # The inverse of a sequence of steps has the inverse steps in the opposite order.
         return [transform.reverse_transform() for transform in reversed(transforms)]
     except (ValueError, NotImplementedError) as error:
         raise ValueError(
@@ -152,6 +156,7 @@ def _traced_parts(transforms: Sequence[Any], shapes: Mapping[str, Shape], config
     refused: Refused = {}
     for name, (keys, converter) in groups.items():
         try:
+            # The conversion runs on traces in place of tensors, so it shows where each element goes without any data.
             results = converter.convert(name, model=model, config=config)
         except Exception as error:  # whatever an operation does to a tensor without data, it may fail in any way
             refused.update((key, (str(converter.operations), error)) for key in keys)
@@ -172,6 +177,7 @@ def _grouped(
     converters: Sequence[Any], shapes: Mapping[str, Shape]
 ) -> tuple[dict[str, tuple[list[str], Any]], list[str]]:
     """Group the keys by the converter that collects them; return the groups, and the keys without a converter."""
+    # Experts are stacked in this order, in which expert 10 follows expert 9.
     order = importlib.import_module("transformers.core_model_loading").dot_natural_key  # expert 10 follows expert 9
     groups: dict[str, tuple[list[str], Any]] = {}
     single = []
@@ -227,6 +233,7 @@ class _Traced:
     ) -> Any:
         placements: dict[Any, Callable[..., Any]] = {torch.chunk: _chunk, torch.cat: _cat, torch.transpose: _transpose}
         if function not in placements:
+            # An operation that computes values cannot be expressed as a placement of elements.
             raise TypeError(f"torch.{getattr(function, '__name__', function)} is not known to be placement only")
         return placements[function](*args, **kwargs or {})
 
@@ -266,6 +273,7 @@ def _transpose(tensor: _Traced, dim0: int, dim1: int) -> _Traced:
 def _chunk(tensor: _Traced, chunks: int, dim: int = 0) -> tuple[_Traced, ...]:
     """Trace `torch.chunk`."""
     length = tensor.shape[dim]
+    # As in torch, the last chunk may be smaller.
     step = -(-length // chunks)
     return tuple(
         _narrow(tensor, dim % len(tensor.shape), low, min(step, length - low)) for low in range(0, length, step)

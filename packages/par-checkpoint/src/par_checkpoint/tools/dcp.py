@@ -178,6 +178,7 @@ def _read_metadata(path: Path) -> tuple[dict[str, TensorStorageMetadata], dict[s
         items: _Items = {}
         for index, info in metadata.storage_data.items():
             file_name, begin, size = info.relative_path, info.offset, info.length
+            # Metadata from an unknown source must not name files outside of its folder.
             if not is_base_name(file_name):
                 raise CheckpointError(f"{path} names the file {file_name!r:.80}, which is not beside it")
             if not (isinstance(index.fqn, str) and is_count(begin) and is_count(size)):
@@ -225,6 +226,7 @@ def _check_ranges(items: _Items, files: _DcpFiles) -> None:
     for file, places in ranges.items():
         last = 0
         for begin, end, name in sorted(places):
+            # Without this check, a small file could list the same bytes many times and fill the memory.
             if begin < last or end > files.size(file):
                 what = f"ends at byte {files.size(file)}" if begin >= last else f"has something else before byte {last}"
                 raise corrupt(
@@ -263,9 +265,11 @@ def _read_tensor(name: str, tensor: TensorStorageMetadata, items: _Items, files:
     """
     shape, dtype = tuple(tensor.size), tensor.properties.dtype
     whole = torch.empty(shape, dtype=dtype, device="cpu")
+    # The number of elements may be right although chunks overlap and leave a gap.
     is_filled = torch.zeros(shape, dtype=torch.bool, device="cpu")
     for offsets, size in _chunks(tensor):
         item = items[name, offsets]
+        # Names come from the file and may be long, so messages contain only their beginning.
         where = f"{files.path(item.file)}, tensor {name!r:.80}"
         part = load_bytes(files.read(item), where)
         if not isinstance(part, torch.Tensor) or part.layout != torch.strided or part.is_meta:

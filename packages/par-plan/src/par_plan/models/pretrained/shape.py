@@ -70,6 +70,7 @@ class PretrainedShape:
         self.packed = packed
         self._again: PretrainedShape | None = None
         self._masked = packed and self.model.config._attn_implementation == "sdpa"
+        # Plans and traces of a large model take seconds, and a search asks for each of them thousands of times.
         self._ranks: dict[TensorSplit, RankShard | str] = {}
         self._kept: dict[tuple[NumberWidths, bool], Mapping[int, SavedActivations]] = {}
 
@@ -88,6 +89,7 @@ class PretrainedShape:
                 "leave it out"
             )
         if self._again is None:
+            # A shallow copy shares the traces, because recomputation changes no layer.
             self._again = copy(self)
             self._again.checkpointing = True
         return self._again
@@ -243,12 +245,16 @@ class PretrainedShape:
         logits = self._logits(split, numbers, place, tokens) if part.last else 0.0
         once = 0.0
         if self.checkpointing:  # every layer keeps its input; one of them at a time is computed again, after the loss
+            # Every layer saves only its input. One layer at a time is recomputed in backward, after the logits are
+            # free.
             once = max(0.0, max(layers) - logits)
             layers = [tokens / split.tokens * self.width * numbers.residual] * len(layers)
             if self._masked and not is_cut:  # the mask itself, a byte each, which all layers are given
+                # All layers receive the same mask, one byte per element, so it is saved once per microbatch.
                 once += place.kept * rows * self.context**2
         total = once + place.kept * max(sum(layers[kind] * times for kind, times in run) for run in part.runs)
         if part.first:
+            # A rank with a part of the vocabulary also saves which ids are its own, one byte each.
             of_ids = tokens if split.ranks > 1 else 0  # which of them are a cut table's own
             total += place.kept * (share * kept[-1].whole + of_ids)
         if part.last:
@@ -263,6 +269,7 @@ class PretrainedShape:
         """
         if sequence.ranks == 1:
             heads: int = self._structure.config.num_attention_heads
+            # On one sequence rank only the number of attentions matters, because nothing is sent.
             alike = RankAttention(heads=heads, key_heads=heads, width=1, key_width=1)
             return {alike: max(1, part.blocks)}
         kept, found = self._kept_over_ranks(), Counter[RankAttention]()
@@ -291,6 +298,7 @@ class PretrainedShape:
         Cut ones are kept as they are; the loss goes back through one gradient in fp32, which it makes of a copy of
         logits in less. Unsharded logits save a log-softmax in fp32, and backward holds two gradients.
         """
+        # The loss is computed in fp32, from a copy of logits that have a narrower dtype.
         copied = 0 if numbers.product == 4 else 4
         kept, gradient = (numbers.product, 4 + copied) if split.ranks > 1 else (4, 8)
         return tokens * math.ceil(self.vocabulary / split.ranks) * (place.kept_last * kept + gradient)
@@ -393,6 +401,7 @@ class PretrainedShape:
     def _rank(self, split: TensorSplit) -> RankShard | str:
         """Return the shard of a rank under a split, or the reason, as text, why the model cannot be split this way."""
         if split not in self._ranks:
+            # Data ranks with different experts shard all other parameters identically, so they share one plan.
             alike = replace(split, experts=replace(split.experts, parallel=1, own=1, copies=1))
             if alike not in self._ranks:
                 self._ranks[alike] = look(self._structure, alike)

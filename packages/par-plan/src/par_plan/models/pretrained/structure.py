@@ -86,12 +86,14 @@ class Structure:
         module = next(name.rpartition(".")[0] for name, each in self.parameters.items() if each is weights[0])
         own = [each for name, each in self.parameters.items() if name.rpartition(".")[0] == module and each.dim() == 3]
         experts, total = own[0].shape[0], sum(each.numel() for each in own)
+        # Transformers declares the output weight of experts last.
         down = own[-1].numel()  # is declared last, as `Kept` takes it
         return Mixture(
             hidden=self.width,
             intermediate=down // (experts * self.width),
             experts=experts,
             top_k=self.experts_per_token,
+            # With a gate, the input weights are twice as large as the output weight.
             gated=total == 3 * down,
         )
 
@@ -110,6 +112,7 @@ class Structure:
 
     def _with_samples_alone(self) -> Any:
         """Return a copy of the model with only the sampled layers, which keep their numbers."""
+        # `deepcopy` takes objects in its memo as they are, so the copy shares all tensors.
         kept = {id(each): each for each in (*self.model.parameters(), *self.model.buffers())}
         sampled = copy.deepcopy(self.model, kept)
         layers = sampled.get_submodule(self.layers)
@@ -142,6 +145,7 @@ class Structure:
 
         If the model cannot be split into stages, return the reason as text.
         """
+        # Three stages show all cases: the first, a middle and the last one.
         stages = min(3, len(self.kinds))
         names = {id(parameter): name for name, parameter in self.parameters.items()}
         found: list[frozenset[str]] = []
@@ -152,6 +156,7 @@ class Structure:
                 found.append(frozenset(name for name in own if not name.startswith(f"{self.layers}.")))
         except TypeError as error:
             return str(error)
+        # With two stages, parameters outside the layers that both have would be on every stage.
         middle = found[1] if stages == 3 else found[0] & found[-1]
         return {"first": found[0], "middle": middle, "last": found[-1]}
 
@@ -175,6 +180,7 @@ class Structure:
             if len(size) == 3:
                 experts.add(module)
             elif len(size) == 2:
+                # GPT-2 stores the weights of its Conv1D transposed, so sharded rows and columns change places.
                 turned = type(self.model.get_submodule(module)).__name__ == "Conv1D"
                 (columns if is_cut[0] != turned else rows).add(module)
         blocks = frozenset(name.rpartition(".")[0] for name in experts)
