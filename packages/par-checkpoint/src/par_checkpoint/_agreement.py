@@ -164,7 +164,7 @@ def united_content(
 
     Args:
         content: Content of this rank.
-        same: What the ranks compare of it.
+        same: Parts of the content that the ranks compare.
         differs: Fields of `same` in which ranks differ.
         ranks: The ranks.
         tensors: Tensors of all ranks.

@@ -79,7 +79,7 @@ class Into:
 
 
 class Source(Protocol):
-    """Where tensors come from: the folder of a checkpoint, or the memory of ranks.
+    """A source of tensors: the folder of a checkpoint, or the memory of ranks.
 
     Attributes:
         outline: Everything but the tensors' data, the same on every rank.
@@ -146,7 +146,7 @@ def apply_(into: Into, source: Source, ranks: Ranks) -> StateReport:
 
     Args:
         into: Objects to fill.
-        source: Where their state comes from.
+        source: Source of their state.
         ranks: The ranks that fill their objects, or hold parts of the source.
 
     Raises:

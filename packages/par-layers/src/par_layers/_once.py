@@ -1,4 +1,4 @@
-"""Backwards that cannot be differentiated once more, and say so."""
+"""Backward functions that raise an error if they are differentiated again."""
 
 from collections.abc import Callable
 from functools import wraps

@@ -1,4 +1,4 @@
-"""What you call on a sharded module: contexts, its memory, its program, and the repair after an error."""
+"""Functions for a sharded module: contexts, its memory, its program, and the repair after an error."""
 
 from contextlib import AbstractContextManager
 

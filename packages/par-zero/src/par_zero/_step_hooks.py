@@ -1,4 +1,4 @@
-"""The optimizers of a sharded module: what happens before and after a step, and to writes between two steps."""
+"""Hooks of the optimizers of a sharded module, before and after a step, and for writes between two steps."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence

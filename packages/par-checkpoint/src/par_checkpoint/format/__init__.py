@@ -1,5 +1,5 @@
 """The bytes of the files: safetensors headers, index, manifest, tagged JSON, pickles, checksums.
 
-Pure: nothing here knows folders, ranks or plans. Bytes that are given become values, values become bytes; whatever
-others may have written is checked, and refused in words.
+These modules are pure: they have no folders, ranks or plans. They convert bytes to values and values to bytes. They
+check all bytes that another program may have written, and raise errors that name the fault.
 """

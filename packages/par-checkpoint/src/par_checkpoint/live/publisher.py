@@ -59,7 +59,7 @@ class Publisher:
     generator gets all of a version or nothing.
 
     Args:
-        at: Where trainer and generators meet. A later publisher takes over from an earlier one.
+        at: Rendezvous of the trainer and the generators. A later publisher takes over from an earlier one.
         state: The model; other members are ignored.
         dtype: Dtype of floating-point tensors in a version; None: each keeps its own.
         group: Ranks of the trainer. Default: all ranks.

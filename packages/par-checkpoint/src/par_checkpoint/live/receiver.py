@@ -67,7 +67,7 @@ class Receiver:
     that are served change only in `Staged.apply`.
 
     Args:
-        at: Where trainer and generators meet.
+        at: Rendezvous of the trainer and the generators.
         state: The model; other members are ignored. With a mapping of tensors, the mapping describes what is fetched.
         group: Ranks of the generator. Default: all ranks.
         budget: Memory for messages in each update, such as "256MB".

@@ -98,7 +98,7 @@ class Transaction:
         Args:
             look: Function that returns the value, or None.
             timeout: Maximum seconds.
-            what: What is waited for, in an error.
+            what: Name of the awaited event, for errors.
 
         Raises:
             TransactionAborted: A process has given up, or the time is over.

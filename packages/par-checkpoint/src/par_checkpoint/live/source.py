@@ -1,4 +1,4 @@
-"""The memory of ranks as the source of state: what they hold, and how its pieces travel into the targets."""
+"""The memory of ranks as the source of state: the elements of each rank, and their transfer into the targets."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -127,7 +127,7 @@ class MemorySource:
         return cls(ranks=ranks, content=content, tensors=tensors, outline=outline, target=target, options=options)
 
     def prepare(self) -> None:
-        """Check that the source has what the target asks for, and wait for kernels that write to the source."""
+        """Check that the source has all requested tensors, and wait for kernels that write to them."""
         manifest = self.outline.manifest
         for name in ("optimizer", "scheduler"):
             if getattr(self.target, name) is not None and getattr(manifest, name) is None:
@@ -137,7 +137,7 @@ class MemorySource:
         self._held.wait_for_streams()
 
     def check(self, targets: Sequence[Targets], same: set[tuple[str, str]]) -> None:
-        """Compute what this rank takes from which rank, and check that it can be taken. Collective.
+        """Compute which pieces this rank takes from which rank, and check that these ranks have them. Collective.
 
         Raises:
             ValueError: No rank holds some elements, a target shares memory with the source, or a target ties two

@@ -95,7 +95,7 @@ class Update:
     """One attempt to move a version into the memory of a generator's processes.
 
     Args:
-        at: Where the processes meet.
+        at: Rendezvous of the processes.
         rank: Number of this process: the trainer's ranks come first.
         size: Number of all processes.
         budget: Bytes of the buffers for messages.

@@ -63,7 +63,7 @@ class Wanted(NamedTuple):
 
 
 class PieceRequests:
-    """The pieces that one rank takes: those that it holds itself, and those that it requests.
+    """The pieces that one rank needs: pieces that it holds itself, and pieces that it requests.
 
     Args:
         tensors: Tensors of the source, with the boxes that ranks hold.

@@ -1,8 +1,8 @@
 """The content that this rank adds to a save: tensors of model and optimizer, and encoded state.
 
-Nothing is copied but small state. What is no tensor of a file (param groups, schedulers) has to be the same on every
-rank, for a checkpoint knows no ranks; only parameter names are put together. `extra` may differ, such as random states:
-then the values of all ranks are kept.
+Only small state is copied. State without tensors (param groups, schedulers) must be the same on every rank, because a
+checkpoint does not depend on the number of ranks; only the names of parameters are merged. `extra` may differ between
+ranks, as random states do: then a checkpoint contains the values of all ranks.
 """
 
 import json

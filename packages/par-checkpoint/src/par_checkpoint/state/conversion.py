@@ -1,7 +1,7 @@
-"""One tensor in memory that is put together from several in the files, or from a part of one, or lies transposed there.
+"""Conversion between a tensor in memory and its tensors in the files: several, a part of one, or a transposed one.
 
-Everything here is placement: no value changes. So a conversion is a list of parts, and a rank's share of the tensor in
-memory becomes its share of each tensor in the files, by arithmetic on boxes. Pure: it sees no data.
+A conversion only moves elements and changes no value. It is a list of parts. Arithmetic on boxes turns a rank's shard
+of the tensor in memory into its shard of each tensor in the files. This is pure: it reads no data.
 """
 
 import itertools

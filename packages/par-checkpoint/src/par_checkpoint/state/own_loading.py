@@ -1,8 +1,8 @@
 """Hooks and methods of modules and optimizers that run when torch loads them, in addition to filling tensors.
 
-A load fills memory where it lies, and so goes around `load_state_dict`. Hooks and methods that people put there still
-have to run: they rename keys, convert old formats, and compute what is derived of weights. Those of torch and of these
-packages work on tensors that lie where they are, so they are left out.
+A load fills the memory of tensors directly, without `load_state_dict`. Hooks and methods that users have added there
+must still run: they rename keys, convert old formats, and recompute values that depend on weights. The hooks of torch
+and of these packages are left out, because they work with tensors that are filled in place.
 """
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence

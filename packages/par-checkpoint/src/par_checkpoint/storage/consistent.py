@@ -1,8 +1,8 @@
-"""Reading a checkpoint that a save may replace: a reader gets all of the old one or all of the new one.
+"""Consistent reads of a checkpoint that a save may replace: a reader gets either the old or the new one completely.
 
-Readers take no locks. They note which checkpoint is there, read, and look whether it still is; if not, they read again.
-On file systems that show late what other machines have written, names and sizes included, a reader may meet both
-without being able to tell: there, what cannot be read is read once more, a little later.
+Readers take no locks. They record the version of the checkpoint, read it, and compare the version again; if it has
+changed, they read again. Some network file systems show changes by other machines late, including names and sizes. A
+reader there may mix both versions without noticing. On these file systems, a read that fails is repeated after a pause.
 """
 
 import time

@@ -1,15 +1,16 @@
-"""A save's sign of life: a file beside its staging folder that says who saves, and is written anew while it does.
+"""The lease of a save: a file beside its staging folder that names the saver and is rewritten while the saver lives.
 
-Locks of a file system tell the living from the dead on one machine, and on a network file system only where all of its
-clients and its server agree about them. So none is taken. Whether a saver lives is decided by:
+No file lock is used. On a network file system, a lock shows whether a process lives only if all clients and the server
+support it. Instead, these rules decide whether a saver lives:
 
-- on the saver's machine: whether its process is there. Machines are told apart by what their kernels drew when they
-  booted, processes by their number and by when they began.
-- on another machine, or in a container with process numbers of its own: how old the file is, by the clock of the file
-  system, which is asked for the time of a file made now. No two machines' clocks are compared. A file that looks old is
-  then watched for a while, by this machine's steady clock: a clock that jumps makes nobody dead.
+- On the saver's machine: its process exists. A machine is identified by the random boot id of its kernel, and a process
+  by its number and its start time.
+- On another machine, or in a container with its own process numbers: the file is new enough. Its age is measured by the
+  clock of the file system, as the difference to a file that is created now, so clocks of two machines are never
+  compared. If the file looks old, this machine then watches it for a while by its monotonic clock, so a clock that
+  jumps does not end a lease.
 
-A saver that was stopped for so long that others took it for dead finds its lease gone, and commits nothing.
+A saver that was stopped for so long that its lease was removed commits nothing.
 """
 
 import errno

@@ -3,8 +3,8 @@
 Nothing is renamed or copied here: an object is written once, where it stays. A checkpoint is a **generation**, a prefix
 below the target that no other save uses, and the manifest in the target itself, which names it:
 
-    step-100/par_checkpoint.json                                the manifest: what it names is the checkpoint
-    step-100/model.safetensors.index.json, config.json, ...     for transformers: the index names the generation's files
+    step-100/par_checkpoint.json                                the manifest, which names the files
+    step-100/model.safetensors.index.json, config.json, ...     for Transformers; the index names files of the generation
     step-100/generation-0123456789ab/model-00001-of-00002.safetensors, ..., optimizer/...
 
 A save works in this order:
@@ -20,9 +20,10 @@ new one afterwards. transformers does not read the manifest. It finds the old ch
 next save, or `prune`, corrects what a dead saver has left: it removes generations that no manifest names, and repeats
 step 3.
 
-A checkpoint is removed from what transformers opens by way of the manifest to the data, so that it is whole or gone.
+To remove a checkpoint, the files that Transformers opens go first, then the manifest, then the data. So after a kill it
+is either complete or gone.
 
-There are no locks: of two savers to one path, one fails.
+There are no locks: if two savers write to one path, one of them fails.
 """
 
 import contextlib

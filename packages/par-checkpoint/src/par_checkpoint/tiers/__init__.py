@@ -1,5 +1,5 @@
-"""A first tier that is local to each host: every host keeps its part, and perhaps that of its neighbours.
+"""A first tier that is local to each host: every host stores its own part, and copies of its neighbours' parts.
 
-`part` is the format of a part, `saving` writes one, `travel` brings blocks from host to host, `copies` makes those on
-the neighbours and in the next tier, `kept` finds the parts again and reads them.
+`part` has the format of a part, `saving` writes parts, and `travel` moves blocks from host to host. `copies` creates
+the copies on neighbours and in the next tier. `kept` finds parts and reads them.
 """

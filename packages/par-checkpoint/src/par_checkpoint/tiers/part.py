@@ -1,12 +1,12 @@
 """The shard of a checkpoint on one host: its blocks at their offsets in the full files, and the files of all shards.
 
     /dev/shm/run/step-100/part-00000-of-00002/
-        model.safetensors.part         as long as the whole file, with its header; of the data this part's blocks alone
-        par_checkpoint.json.part       the manifest of the whole checkpoint, and other small files, in every part
-        par_checkpoint.part.json       which part of which save, who keeps it, and for each block the part it is in
+        model.safetensors.part         header and size of the full file, with data only in this part's blocks
+        par_checkpoint.json.part       the manifest of the full checkpoint; every part has it, and the other small files
+        par_checkpoint.part.json       number of the part and of the save, its host, and the part of each block
 
-What other parts have are zeros here, so no file has a name that transformers, or a load of a folder, would take for a
-whole one. A copy of a part, on another host, has the same bytes, but for who keeps it.
+The blocks of other parts are zeros here. Therefore no file has a name that Transformers or a load would take for a full
+file. A copy of a part on another host has the same bytes, except for the name of its host.
 """
 
 import json

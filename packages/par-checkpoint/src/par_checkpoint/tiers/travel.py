@@ -13,7 +13,7 @@ _UNDER_WAY = 4  # number of blocks that a rank sends or receives at a time
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """The transfer of a block from the rank that reads it to the rank that takes it, which may be the same rank.
+    """The transfer of a block from its reader to its receiver, which may be the same rank.
 
     Args:
         file: Name of the file.

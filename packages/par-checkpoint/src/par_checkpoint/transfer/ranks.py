@@ -107,7 +107,7 @@ class Ranks:
 
         Args:
             store: Store whose keys only this communicator uses.
-            call: What they do together, for errors.
+            call: Name of the call that they join, for errors.
             rank: Number of this process among them.
             size: Number of processes.
             timeout: Seconds after which a transfer with a process that does not answer raises.

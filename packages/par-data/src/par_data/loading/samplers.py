@@ -80,8 +80,8 @@ def hash_order(sampler: Any, *, leave_out: Collection[str] = ()) -> str:
     """Return a digest of everything that decides a sampler's order, except the program's generators.
 
     Args:
-        sampler: The sampler of a loader, before a trainer shards it, or the dataset. Of a dataset count its length and
-            the indices of a `Subset`.
+        sampler: The sampler of a loader, before a trainer shards it, or the dataset. The digest of a dataset covers its
+            length and the indices of a `Subset`.
         leave_out: Names of attributes that may differ between ranks.
 
     Returns:
@@ -96,7 +96,7 @@ def check_order(digests: Mapping[int, str], sampler: Any) -> None:
     """Raise if ranks would read other rows than rank 0. No communication: the caller has gathered the digests.
 
     Args:
-        digests: What `hash_order` returned, by rank, from rank 0 up.
+        digests: Results of `hash_order`, by rank, starting with rank 0.
         sampler: The sampler of this rank, which the error names.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What ends a job from outside: the signals that ask it to save and stop, and the death of its launcher."""
+"""Events that end a job from outside: signals that request a save and a stop, and the death of the launcher."""
 
 import os
 import signal

@@ -1,6 +1,7 @@
-"""Part of a named global tensor that a local tensor contains: the contract between the packages.
+"""Sharding metadata, the contract between the packages: the part of a named global tensor that a local tensor contains.
 
-Layers attach a record (`sharding`), flat buffers list several (`segments`), DTensors are read and made (`dtensor`); by
-it gradients and masters are found wherever they live (`gradients`) and counted once (`ownership`). The records of all
-ranks together say who holds which box: ranks exchange claims (`held`), which are merged into tensors (`merging`).
+Layers attach it to tensors (`sharding`), flat buffers list it for several tensors (`segments`), and DTensors are
+converted from and to it (`dtensor`). With it, gradients and masters are found wherever they are stored (`gradients`),
+and counted once (`ownership`). To find the holders of each box, ranks exchange claims (`held`), which are merged into
+tensors (`merging`).
 """

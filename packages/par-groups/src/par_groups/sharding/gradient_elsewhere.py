@@ -1,12 +1,13 @@
 """The tensor in `parameter.grad` while the gradient is stored in tensors of an optimizer.
 
 The optimizer owns a gradient from the end of the backward pass that has added it up. A program that looks for it in
-the module would find nothing, and clip, scale or drop nothing, without an error. So a stand-in is there. It takes no
-memory, and every computation with it raises an error that says where the gradient is. A program that sets it to None,
-as torch advises in place of `zero_grad`, has dropped the gradient. The owner sees that before the next pass or step.
+the module would find nothing, and would clip, scale or drop nothing, without an error. Therefore `parameter.grad` holds
+a placeholder. It takes no memory, and every computation with it raises an error that names the owner of the gradient. A
+program that sets it to None, as torch advises in place of `zero_grad`, has dropped the gradient. The owner notices this
+before the next pass or step.
 
-The stand-in is an empty sparse tensor, to which autograd adds a gradient correctly if a pass begins that the owner does
-not see, such as the pass of a submodule that was called directly.
+The placeholder is an empty sparse tensor. Autograd adds a gradient to it correctly if a pass begins without the owner,
+such as the pass of a submodule that was called directly.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""Holders of the boxes of global tensors: what each rank holds, told in few bytes, and the ranks that hold each box.
+"""Holders of the boxes of global tensors: compact claims of each rank, and the ranks that hold each box.
 
 This is pure arithmetic. `Sharding` describes one rank's boxes of one tensor; the claims of all ranks describe all
 tensors of all ranks. Ranks that hold the same box are replicas.

@@ -16,7 +16,7 @@ def on_grid(gradient: Tensor) -> Tensor:
     """Return a gradient in fp64, each element rounded to a multiple of 2**-50.
 
     fp64 has 53 bits, so a sum of such multiples is exact as long as every partial sum is below 8. Then any order of
-    ranks and of microbatches has the same sum. Of fp32 numbers, the rounding changes only those below 2**-27.
+    ranks and of microbatches has the same sum. The rounding changes only fp32 numbers below 2**-27.
 
     Args:
         gradient: A gradient of one loss, of any shape, with elements below 2.

@@ -1,7 +1,8 @@
-"""Low-rank adapters of peft around linears that are cut. Known by what they have; peft is not imported.
+"""LoRA adapters of peft around sharded linears. They are recognized by their attributes; peft is not imported.
 
-A wrapper holds `base_layer`, and in `lora_A` and `lora_B` the two linears of each adapter, by its name. Around a
-Column, A is whole and B is cut as the base is. Around a Row, A is cut as the base is, and B is whole.
+A wrapper has the linear as `base_layer`, and the two linears of each adapter in `lora_A` and `lora_B`, by its name.
+Around a column-parallel linear, A is replicated and B is sharded like the base. Around a row-parallel linear, A is
+sharded like the base and B is replicated.
 """
 
 from dataclasses import dataclass

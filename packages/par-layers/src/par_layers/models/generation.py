@@ -1,4 +1,4 @@
-"""`generate` of a model that was cut: every tensor rank is asked for the same text, and draws the same tokens."""
+"""`generate` of a sharded model: all tensor ranks generate the same text, and draw the same tokens."""
 
 import copy
 import hashlib

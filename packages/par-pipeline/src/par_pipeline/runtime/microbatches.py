@@ -1,4 +1,4 @@
-"""What goes into a step and comes out of it: a batch, its microbatches, and the result."""
+"""Input and output of a step: a batch, its microbatches, and the result."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise

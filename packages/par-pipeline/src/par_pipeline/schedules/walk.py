@@ -200,7 +200,7 @@ def _walk_rank(
 def _describe_deadlock(
     ranks: Sequence[Iterable[Action]], placement: StagePlacement, microbatches: int, waiting: dict[int, int]
 ) -> str:
-    """Return the error text: who waits for whom, from the lowest waiting rank on until the circle closes."""
+    """Return the error text: each rank of the circle and the rank that it waits for."""
     message_of = {rank: message for message, rank in waiting.items()}
     rank, lines, seen = min(message_of), [], set[int]()
     # Following who waits for whom ends either in a circle or at a rank that has finished without sending.

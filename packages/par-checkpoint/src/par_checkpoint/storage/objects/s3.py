@@ -1,8 +1,8 @@
-"""S3, and stores that speak its language, through s3fs: objects that several ranks write together, in parts.
+"""S3 and compatible stores, through s3fs: objects that several ranks write together, in parts.
 
-An upload is begun by one rank and named to the others; each sends the parts that it is in charge of, in any order; then
-one rank joins them. Only then there is an object, whole. What was begun and never joined is no object, and takes room
-until it is given up, which the next save or `prune` does.
+One rank begins an upload and sends its id to the other ranks. Each rank sends its own parts, in any order. Then one
+rank joins the parts, and only then the object exists. An upload that is never joined is no object, but it takes space
+until the next save or `prune` aborts it.
 """
 
 import contextlib

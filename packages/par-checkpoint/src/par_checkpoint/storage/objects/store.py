@@ -1,7 +1,8 @@
 """The interface of object stores that a checkpoint needs, implemented with fsspec's file systems.
 
-An object is written once, appears whole, and is never changed. `s3` speaks to S3 itself, where ranks write one object
-together; everything else that fsspec opens is served here, where one rank writes an object from beginning to end.
+An object is written once, appears complete, and is never changed. `s3` uses the S3 protocol directly, and several ranks
+can write one object. This module serves all other stores of fsspec, where one rank writes an object from its beginning
+to its end.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""The experts of a model, found again: those of `layers.MoE`, of code of one's own, and of a model that was cut."""
+"""A list of the experts in a model: those of `layers.MoE`, of the user's own code, and of a sharded model."""
 
 from torch import nn
 

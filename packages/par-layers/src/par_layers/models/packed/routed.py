@@ -1,4 +1,4 @@
-"""The forward of a block that routes tokens to packed experts, such that it chooses once even where it runs twice."""
+"""The forward of a block that routes tokens to packed experts. A recomputed forward repeats the first routing."""
 
 from typing import Any
 
