@@ -121,7 +121,7 @@ def test_sigterm_saves_and_resume_is_exact(command, reference, ranks_of):
         file.write('{"step": 99, "loss": 1.0}\n')  # after the checkpoint: to be forgotten
     again = command.finish(command.train("terminated", "--resume=auto"))
     assert again.returncode == 0, again.stderr
-    assert "goes on after step 5" in again.stdout
+    assert "resumes after step 5" in again.stdout
     assert weights(folder) == weights(reference[0])
     exact = ("step", "loss", "validation_loss", "learning_rate", "tokens", "gradient_norm")
     expected = [{key: line.get(key) for key in exact} for line in read_lines(reference[0])]
@@ -154,7 +154,7 @@ def test_killed_in_the_middle_of_a_save(command, reference, ranks_of):
     assert verify(folder / "checkpoint") == []
     again = command.finish(command.train("cut-off", "--resume=auto"))
     assert again.returncode == 0, again.stderr
-    assert "goes on after step 4" in again.stdout
+    assert "resumes after step 4" in again.stdout
     assert weights(folder) == weights(reference[0])
     assert not any(path.name.startswith(".checkpoint.tmp-") for path in folder.iterdir())
     assert_losses_of_the_reference(command, "cut-off", reference)
@@ -172,7 +172,7 @@ def test_killed_at_any_moment_and_gone_on_with_under_another_topology(new_comman
     cut = ["--ranks=2", "--parallel.tensor.mode=1d", "--parallel.tensor.size=2"]
     again = new_command.finish(new_command.train("random", "--resume=auto", *cut))
     assert again.returncode == 0, (moment, again.stderr)
-    left = re.search(r"goes on after step (\d+)", again.stdout)
+    left = re.search(r"resumes after step (\d+)", again.stdout)
     assert left is not None, (moment, again.stdout)
     assert_losses_of_the_reference(new_command, "random", reference, left_after=int(left[1]))
 
@@ -181,7 +181,7 @@ def test_torchrun_starts_ranks_again_and_they_go_on(command, reference):
     """Rank 0 is killed in its second save; nobody says --resume."""
     done = command.finish(command.torchrun("restarted", "--train.checkpoint_every=4", TEST_KILL_SAVE="2"))
     assert done.returncode == 0, done.stderr
-    assert "goes on after step 4" in done.stdout
+    assert "resumes after step 4" in done.stdout
     assert_losses_of_the_reference(command, "restarted", reference)
 
 

@@ -47,7 +47,7 @@ def test_a_run_killed_before_the_disk_has_what_memory_has_goes_on_from_memory_an
     assert again.returncode == 0, again.stderr
     assert "saves      first to memory\n           then to disk\n" in again.stdout
     assert f"goes on from {folder}/memory/checkpoints/step-00000004" in again.stdout
-    assert "goes on after step 4 of 12" in again.stdout
+    assert "resumes after step 4 of 12" in again.stdout
     assert "wrote disk/checkpoints/step-00000012" in again.stdout
     assert lines_of(folder / "tiers") == lines_of(folder / "no-tiers")
     for tier in ("memory", "disk"):

@@ -113,7 +113,7 @@ def test_the_banner_of_one_rank_has_no_table(capsys):
     lines = banner(capsys, {}, 1, step=7, folder="/long" * 30)
     assert lines[:2] == ["1 rank, the slowest axis first", "model      Byte-level GPT, 875,264 parameters"]
     assert any(line.startswith("data       ...") and line.endswith("/long/long") for line in lines)
-    assert lines[-2:] == ["output     runs/x", "           goes on after step 7 of 800"]
+    assert lines[-2:] == ["output     runs/x", "           resumes after step 7 of 800"]
 
 
 def test_the_summary_says_what_came_out(capsys, tmp_path):

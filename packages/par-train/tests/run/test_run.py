@@ -156,7 +156,7 @@ def test_a_run_saves_to_memory_goes_on_from_the_nearest_tier_and_ends_when_the_l
             moved = replace(tiers, tiers=Tiers([case / "near", case / "far"]))
             Loop(zero=1).train(case / "run", 9, resume="auto", checkpoint=moved)
         if dist.get_rank() == 0:
-            assert f"goes on after step 7, from {found}/checkpoints/step-00000007\n" in said.getvalue()
+            assert f"resumes after step 7, from {found}/checkpoints/step-00000007\n" in said.getvalue()
         dist.barrier()
         assert losses_of(case / "run") == losses_of(tmp_path / "whole")
         assert [steps_of(case / tier)[-1] for tier in ("near", "far")] == [9, 9]
@@ -469,7 +469,7 @@ def test_the_example_leaves_on_signals_and_goes_on_with_one_rank(tmp_path, start
     assert steps_of(folder)[-1] == step
     code, err = finish(start(folder, f"--steps={step + 5}", ranks=1))
     assert code == 0, err
-    assert f"par-train: goes on after step {step}" in err
+    assert f"par-train: resumes after step {step}" in err
     assert [line["step"] for line in lines_of(folder)] == list(range(1, step + 6))
     assert inspect(folder / "checkpoints" / f"step-{step + 5:08d}").step == step + 5
     one = start(folder, ENDLESS, ranks=1)

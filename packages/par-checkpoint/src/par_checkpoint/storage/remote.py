@@ -4,7 +4,7 @@ Nothing is renamed or copied here: an object is written once, where it stays. A 
 below the target that no other save uses, and the manifest in the target itself, which names it:
 
     step-100/par_checkpoint.json                                the manifest, which names the files
-    step-100/model.safetensors.index.json, config.json, ...     for Transformers; the index names files of the generation
+    step-100/model.safetensors.index.json, config.json, ...     for Transformers; the index names the files
     step-100/generation-0123456789ab/model-00001-of-00002.safetensors, ..., optimizer/...
 
 A save works in this order:

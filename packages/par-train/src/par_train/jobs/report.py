@@ -42,7 +42,7 @@ def print_banner(options: Options, topology: Topology, trainer: "Trainer", origi
     _row("batch", f"{batch} {rows} of {data.context} {recipe.unit}s, {batch // replicas} a replica")
     print_spent(trainer.strategy)
     _row("device", f"{trainer.strategy.device.type}; CPU threads a rank: {torch.get_num_threads()}")
-    place = f"goes on after step {trainer.step}" if trainer.step else "starts at step 0"
+    place = f"resumes after step {trainer.step}" if trainer.step else "starts at step 0"
     _row("output", options.output_folder, f"{place} of {options.train.steps}")
     tiers, copies = options.checkpoint.tiers, options.checkpoint.copies
     if tiers:

@@ -154,7 +154,7 @@ class FolderOpening:
             self._saver.saved = step
         if self._strategy.is_master:
             where = "" if self._tiers is None else f", from {self._saver.checkpoints.resumed_from}"
-            say(f"par-train: goes on after step {step}{where}", sys.stderr)
+            say(f"par-train: resumes after step {step}{where}", sys.stderr)
         return Opened(step=step, fresh=fresh, lock=lock)
 
     def _source(self) -> tuple[Path, int | None]:
