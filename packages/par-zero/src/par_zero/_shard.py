@@ -94,7 +94,8 @@ def shard(
         precision: Dtypes of parameters and gradients, such as `MixedPrecision(param_dtype=torch.bfloat16)`.
         overlap: Sizes of buckets and how many of them are in flight, such as `Overlap(bucket="auto")`.
         offload: Tiers (device, host, disk) of the optimizer's state, and at stage 3 also of parameters and gradients,
-            such as `Offload(optimizer="disk", path="/scratch")`. No result changes. Parameters must be on a CPU.
+            such as `Offload(optimizer="disk", path="/scratch")`. No result changes. On an accelerator, parameters can
+            be offloaded only to the host, and gradients follow the optimizer.
         update: Update scope of the optimizer, such as `OptimizerUpdate(elementwise=True)` for a class of your own, and
             the tensor-parallel group on which full tensors are assembled.
         init: Initialization of parameters on the meta device, and the device of all parameters.

@@ -55,19 +55,20 @@ class StrategyOptions:
             keywords of `par_precision.mixed`, such as dict(precision="bf16", output_dtype=None).
         zero: The ZeRO stage, 0 to 3; or a mapping with `stage` and other keywords of `par_zero.shard`, such as
             dict(stage=1, update=dict(elementwise=True)) for an elementwise optimizer of your own.
-        clip_norm: The largest 2-norm of all gradients together; larger gradients are scaled down. Default: no clipping.
+        clip_norm: The maximum of the 2-norm over all gradients. If the norm is larger, gradients are scaled down.
+            Default: no clipping.
         pipeline: `schedule` and `microbatches` of `execute_pipeline`, and other keywords of `par_pipeline.Pipeline`.
         recompute: The activations that backward recomputes: a policy of `par_recompute`, or a text, such as "cheap",
             "layers", "layers:2", "keep:0.4" or "keep:6GB". It applies to models with an optimizer and does not change
             the loss. Default: no recomputation.
         memory: The bytes of a rank in each memory tier, such as {"device": "80GB", "host": "200GB", "disk": "1TB",
-            "path": "/scratch"}; "activations" reserves bytes for these. The strategy offloads or recomputes whatever
-            exceeds the device's budget. The first step runs with as little on the device as possible and is measured;
-            from the second step on, the device holds what saves most seconds per byte. One optimizer per budget. Two
-            chunks are reduced at a time, unless `zero` sets `overlap=dict(inflight=...)`. Default: everything stays on
-            the device.
-        gradient_handlers: The steps that complete gradients before the optimizer's step, in order: a
-            `dict(type=NAME, ...)` for each handler.
+            "path": "/scratch"}; "activations" reserves bytes of the device for activations. The strategy offloads or
+            recomputes whatever exceeds the device's budget. The first step runs with as little on the device as
+            possible and is measured. From the second step on, the device stores whatever saves the most time per byte.
+            A budget supports one optimizer. Two chunks are reduced at a time, unless `zero` sets
+            `overlap=dict(inflight=...)`. Default: everything stays on the device.
+        gradient_handlers: The handlers that complete gradients before the optimizer's step, in order: a
+            `dict(type=NAME, ...)` each. Default: the built-in handlers.
         plugins: Plugins, names under which packages declare one, or "module:Class".
         device: A device, such as "cuda" or "cpu". Default: this rank's accelerator if it has one, else the CPU.
         seed: The seed of weights that are made here, of the order of data, and of torch's generators in each step.

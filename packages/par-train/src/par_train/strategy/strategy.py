@@ -54,8 +54,8 @@ class Strategy(StrategyFiles):
         plugins: All plugins, in the order in which they are applied.
         randomness: The seeds of torch's generators in each step, and the states for data loaders of other trainers.
         comparison: The check that all ranks of a replica received the same batch.
-        spent: The plan of the `memory` budget, once a model is initialized; printed, it gives its reasons.
-        environment_of_bits: What the bits of canonical numerics depend on, beside data and options.
+        spent: The plan of the `memory` budget after a model is initialized. Print it to see its reasons.
+        environment_of_bits: The versions and the hardware on which the bits of canonical numerics depend.
         worker_signals: The signals that the workers of data loaders survive while a `Run` saves.
 
     Raises:
@@ -339,16 +339,16 @@ class Strategy(StrategyFiles):
     ) -> Prompts:
         """Continue prompts with a causal model as it is now, identically on every rank. Collective.
 
-        Use it to look at a model in training: each token costs a forward pass of the whole text, since there is no
-        cache that a pipeline or sharded weights would have to hold. The model runs in eval mode; torch's generators
-        are not used. Over an axis `sequence`, a model of your own gets rows that are padded until they divide.
+        Use it to inspect a model during training. There is no cache of keys and values, so each token costs a forward
+        pass of the full text. The model runs in eval mode; torch's generators are not used. Over an axis `sequence`, a
+        model of your own receives rows that are padded until they divide.
 
         Args:
             model: The model that `initialize` returned.
             ids: The prompts, identical on every rank: [rows, time], or a list of [time] of different lengths.
             tokens: The largest number of new tokens of each prompt.
             temperature: The divisor of the logits before a token is drawn from their softmax; 0 takes the most likely.
-            seed: The seed of the draws. Those of a prompt depend only on this and on the prompt's number.
+            seed: The seed of the draws. The draws of a prompt depend only on the seed and on the prompt's number.
             ends: The token, or tokens, after which a text ends; None for no such token. Default: those of a
                 transformers model's generation_config or config.
 
@@ -425,8 +425,8 @@ class Strategy(StrategyFiles):
     def digest(self, model: nn.Module) -> Digest:
         """Return a digest of a model's trained weights that no topology changes, identical on all ranks. Collective.
 
-        It reads the weights that the optimizer steps, which are the fp32 master weights where there are any. Runs with
-        canonical numerics have equal digests after equal steps; other runs usually differ in the last bits.
+        It reads the weights that the optimizer steps: the fp32 master weights, if there are any. Runs with canonical
+        numerics have equal digests after equal steps; other runs usually differ in the last bits.
 
         Args:
             model: The model that `initialize` returned, with its optimizer.
