@@ -54,6 +54,17 @@ def test_tutorial_program_prints_the_shown_output(page, ranks, command, tmp_path
     )  # two ranks print a plain loop twice
 
 
+def test_ten_minutes_plan_prints_the_shown_lines(command, tiny):
+    plan = next(
+        block
+        for block in re.findall(r"```text[^\n]*\n(.*?)```", TEN_MINUTES.read_text(), re.DOTALL)
+        if "world" in block
+    )
+    flags = ["--world=64", "--device-memory=80GB", "--model.path=tiny"]
+    printed = command(tiny, "-m", "par_train", "plan", *flags).splitlines()
+    assert [line for line in plan.splitlines() if line.strip() != "..." and line not in printed] == []
+
+
 def program_of(text):
     """The program of a page, with the changes of a diff made, and the lines that the page says it prints."""
     diff = "".join(re.findall(r"```diff\n(.*?)```", text, re.DOTALL))
