@@ -4,6 +4,7 @@ import ast
 import re
 import sys
 import tomllib
+from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -42,6 +43,12 @@ def imported(source):
             yield node.module.partition(".")[0]
 
 
+@cache  # it reads the metadata of everything that is installed
+def distributions():
+    """Names of distributions by the outer modules that they install."""
+    return packages_distributions()
+
+
 def normal(name):
     return re.sub(r"[-_.]+", "-", name).lower()
 
@@ -54,7 +61,7 @@ def test_a_package_imports_what_it_declares(package):
     declared = {normal(re.split(r"[^\w.-]", each)[0]) for each in wanted} | {package.name}
     found = {name for source in package.glob("src/**/*.py") for name in imported(source)}
     assert found
-    known = packages_distributions()
+    known = distributions()
     missing = {
         name
         for name in found - sys.stdlib_module_names - THERE.get(package.name, set())

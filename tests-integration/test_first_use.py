@@ -13,7 +13,7 @@ from par_groups import Channels, ProcessGroups, Topology
 from par_layers import Context, initialize, layer_set
 from par_layers.examples import GPT
 from par_pipeline import Pipeline, Transport, make_lanes, one_f_one_b
-from par_testing import for_each, no_first_use
+from par_testing import for_each, no_first_use, storm
 from par_train import Strategy
 from par_zero import shard
 
@@ -35,7 +35,11 @@ STRATEGIES = {
 }
 
 
-@for_each(name=STRATEGIES)
+USUAL = ("zero 0", "zero 3, tensor", "zero 2, tensor, clipped fp16", "2d", "gather", "ring of ulysses")
+"""Every kind of communicator."""
+
+
+@for_each(name=[name if name in USUAL else storm(name) for name in STRATEGIES])
 @pytest.mark.ranks(4, backend="strict", timeout=120)
 def test_strategy_first_step_connects_nothing(name):
     parallel, options = STRATEGIES[name]
@@ -84,7 +88,7 @@ def groups_of(*rows):
     return next(group for group, ranks in zip(made, rows, strict=True) if dist.get_rank() in ranks)
 
 
-@for_each(stage=range(4), hybrid=(False, True))
+@for_each(stage=(0, storm(1), storm(2), 3), hybrid=(False, True))
 @pytest.mark.ranks(4, backend="strict")
 def test_shard_over_unused_groups_connects_them(stage, hybrid):
     group = groups_of((0, 1), (2, 3))

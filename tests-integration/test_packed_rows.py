@@ -1,5 +1,6 @@
 """Packed rows through models of transformers: the documents of a row do not see each other."""
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from par_data import PackedDataset, read_corpus
+from par_testing import storm
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 TOOLS = Path(__file__).parents[1] / "tools"
@@ -40,6 +42,12 @@ def corpora(tmp_path_factory):
     return {name: read_corpus(path, folder / "model", folder / "data") for name, path in paths.items()}
 
 
+ALL = list(itertools.product(("jsonl", "chat"), MODELS, ("eager", "sdpa")))
+USUAL = [("jsonl", "llama", "eager"), ("chat", "qwen3", "sdpa"), ("jsonl", "mistral", "sdpa")]
+"""Each kind, family and attention."""
+OTHERS = [each for each in ALL if each not in USUAL]
+
+
 def sums(model, batch):
     """The sum of the losses of all targets, and their number. Without a cache: with one, packed rows are not seen."""
     labels = batch["labels"][:, 1:]
@@ -49,9 +57,7 @@ def sums(model, batch):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("family", MODELS)
-@pytest.mark.parametrize("kind", ["jsonl", "chat"])
+@pytest.mark.parametrize(("kind", "family", "attention"), [*USUAL, *(storm(*each) for each in OTHERS)])
 def test_a_packed_document_is_predicted_as_it_is_alone(kind, family, attention, corpora):
     model, corpus = MODELS[family].double().eval(), corpora[kind]
     model.set_attn_implementation(attention)

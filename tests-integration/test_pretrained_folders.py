@@ -14,7 +14,7 @@ import par_checkpoint
 from par_checkpoint import CheckpointError
 from par_groups import Box, ProcessGroups, Sharding, Topology
 from par_layers import parallelize
-from par_testing import for_each
+from par_testing import for_each, storm
 from par_zero import shard
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
@@ -141,7 +141,7 @@ def assert_same(model, other):
 
 
 @every_family
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [storm(torch.float32), torch.bfloat16], ids=str)  # a cast is one thing more
 def test_a_model_from_the_meta_device_is_what_from_pretrained_makes(family, dtype, tmp_path):
     saved = build(family, dtype)
     saved.save_pretrained(tmp_path)

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 import par_checkpoint
+from par_testing import storm
 from par_zero import Offload, shard, summon
 
 pytest.importorskip("safetensors")
@@ -54,7 +55,7 @@ def assert_equal(one, other):
         assert torch.equal(tensor, other[name]), name
 
 
-@pytest.mark.parametrize("stage", [0, *(pytest.param(each, marks=pytest.mark.storm) for each in (1, 2)), 3])
+@pytest.mark.parametrize("stage", [storm(0), storm(1), storm(2), 3])
 @pytest.mark.ranks(4, timeout=120)
 def test_a_checkpoint_of_a_stage_goes_on_at_every_other_and_in_smaller_worlds(stage, tmp_path):
     world = dist.group.WORLD
@@ -84,7 +85,7 @@ def test_a_checkpoint_of_a_stage_goes_on_at_every_other_and_in_smaller_worlds(st
             torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("stage", [0, *(pytest.param(each, marks=pytest.mark.storm) for each in (1, 2)), 3])
+@pytest.mark.parametrize("stage", [storm(0), storm(1), storm(2), 3])
 @pytest.mark.ranks(4, timeout=120)
 def test_reshard_of_a_stage_continues_at_every_other(stage, tmp_path):
     world = dist.group.WORLD

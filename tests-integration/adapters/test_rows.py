@@ -2,12 +2,15 @@
 
 import multiprocessing
 import random
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler, SubsetRandomSampler
+
+from par_testing import for_each, storm
 
 from .alone import make_model
 
@@ -58,7 +61,7 @@ def of_both_ranks(value):
 
 
 @pytest.mark.ranks(2, timeout=180)
-@pytest.mark.parametrize("sampling", ["random", "group_by_length"])
+@pytest.mark.parametrize("sampling", ["random", storm("group_by_length")])
 def test_trainer_reads_each_row_once_in_any_order_of_calls(tmp_path, sampling):
     for number, calls in enumerate(("train", "evaluate train", "train train", "train evaluate train evaluate")):
         for strategy, data_ranks in (({"zero": 1}, 2), (PIPELINE, 1)):
@@ -198,7 +201,7 @@ def assert_shared(found):
 
 
 @pytest.mark.ranks(2, timeout=120)
-@pytest.mark.parametrize("name", [*LOADERS, "stream"])
+@for_each(name=[*LOADERS, "stream"])
 @pytest.mark.parametrize("seedable", [False, True])
 def test_accelerate_shares_each_epoch_over_data_ranks(name, seedable):
     seed_alike()
@@ -210,8 +213,8 @@ def test_accelerate_shares_each_epoch_over_data_ranks(name, seedable):
     accelerator.strategy.close()
 
 
+@for_each(name=LOADERS)
 @pytest.mark.ranks(2, timeout=120)
-@pytest.mark.parametrize("name", LOADERS)
 def test_fabric_shares_each_epoch_over_data_ranks(name):
     fabric_of = pytest.importorskip("lightning.fabric")
     strategy = pytest.importorskip("par_train.adapters.fabric").ParStrategy
@@ -251,11 +254,15 @@ def test_accelerate_reads_the_same_rows_on_tensor_ranks():
 
 
 RESUMED = {name: LOADERS[name] for name in ("shuffle", "own sampler", "own generator")}
+RESUMED_DAILY = [("shuffle", True), ("own sampler", False)]
+"""A loader of torch's own sampler, which is seeded by the epoch, and one of the program's."""
 
 
 @pytest.mark.ranks(2, timeout=120)
-@pytest.mark.parametrize("seedable", [False, True])
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize(
+    ("name", "seedable"),
+    [each if each in RESUMED_DAILY else storm(*each) for each in product(RESUMED, (False, True))],
+)
 def test_accelerate_resumes_in_the_order_of_the_later_epoch(tmp_path, name, seedable):
     """Saved in the middle of the second epoch of four, and again in the third, by a script that sets no epoch."""
 

@@ -44,7 +44,7 @@ CHAINS = [
         case(2, "gpipe", "SP2", zero=3, tied=True),
     ],
 ]
-COVER = [CHAINS[0][:6], CHAINS[1][:4], CHAINS[2][:1]]
+COVER = [CHAINS[0][:4], CHAINS[1][:4], CHAINS[2][:1]]
 """Each axis. Of eight ranks one: tied, cut, and shared by data ranks; test_checkpoint_layers.py has 2.5D and 3D."""
 
 

@@ -5,11 +5,11 @@ import torch.distributed as dist
 from par_groups import sharding_of
 from par_layers import PartialGradientReducer, layer_set
 from par_layers.examples import GPT, ViT
-from par_testing import assert_equal_to_one_device
+from par_testing import assert_equal_to_one_device, storm
 
 from .helpers import every_config, filled, integers, modes, numbers, run_checks
 
-SIZES = [1, 2, 4, 8]
+SIZES = [1, storm(2), 4, 8]  # 4 ranks have every mode of 2
 
 
 def gpt(layers, dtype=torch.float64, depth=1, **options):

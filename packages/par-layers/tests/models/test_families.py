@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from par_layers import communication_volumes, parallelize, verify_plan
 from par_testing import count_collectives, keep_fp64, once
@@ -17,14 +16,17 @@ APART = ("llama", "tied llama with biases", "gpt2", "phi3", "mixtral", "deepseek
 OTHERS = tuple(family for family in FAMILIES if family not in APART)
 
 
-@pytest.mark.ranks([2, 4], timeout=240)
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole sequence", "sequence parallel"])
-def test_families_equal_one_device(sequence):
-    """Each somewhere, on 4 ranks, where heads of keys are copied, those that differ, these with whole sequences too."""
-    if dist.get_world_size() == 4:
-        check_families(check, APART if sequence else ("llama", "phi3"), sequence)
-    else:
-        check_families(check, OTHERS if sequence else APART[1:], sequence)
+@pytest.mark.parametrize(
+    ("families", "sequence"),
+    [
+        pytest.param(APART[1:], False, marks=pytest.mark.ranks(2, timeout=240), id="2 ranks, whole sequence"),
+        pytest.param(OTHERS, True, marks=pytest.mark.ranks(2, timeout=240), id="2 ranks, sequence parallel"),
+        pytest.param(APART, True, marks=pytest.mark.ranks(4, timeout=240), id="4 ranks, sequence parallel"),
+    ],
+)
+def test_families_equal_one_device(families, sequence):
+    """Each somewhere, and on 4 ranks, where heads of keys are copied, those that differ."""
+    check_families(check, families, sequence)
 
 
 @pytest.mark.storm

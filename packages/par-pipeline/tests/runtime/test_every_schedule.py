@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from par_pipeline import simulate
-from par_testing import for_each
+from par_testing import for_each, storm
 
 from ..runtime_helpers import SCHEDULES, block, check_steps, data
 
@@ -36,7 +36,7 @@ class Counted(nn.Module):
 
 
 @for_each(name=SCHEDULES)
-@pytest.mark.ranks([2, 4])
+@pytest.mark.ranks([storm(2), 4])
 def test_gradients_and_loss_are_the_serial_step_s_and_the_most_live_activations_the_simulator_s(name):
     ranks = dist.get_world_size()
     for microbatches in (1, 5) if ranks == 2 else (9,):

@@ -124,6 +124,7 @@ def test_two_ranks_have_the_bits_of_one_device():
     assert_equal([({}, 0), ({}, 1), ({}, 2), ({}, 3), ({"pipeline": 2}, 0, "zb_h1"), ({"pipeline": 2}, 1, "1f1b")])
 
 
+@pytest.mark.storm  # two and four ranks have as many stages
 @pytest.mark.ranks(3)
 def test_three_ranks_have_the_bits_of_one_device():
     assert_equal([({}, 2)])

@@ -109,7 +109,7 @@ def assert_same(found, expected):
         torch.testing.assert_close(parameter, whole[name], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("zero", range(4))
+@for_each(zero=range(4))
 @pytest.mark.ranks([1, 2])
 def test_replicas_train_as_one_device_does(zero):
     with Strategy(zero=zero, clip_norm=1.0) as strategy:

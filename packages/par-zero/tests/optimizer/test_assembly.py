@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from par_groups import Box, ProcessGroups, Sharding, Topology, check_owned, gradients, segments_of, set_sharding
-from par_testing import count_collectives, for_each
+from par_testing import count_collectives, for_each, storm
 from par_zero import no_sync, shard, summon
 
 from ..helpers import STAGES, NewtonSchulz, Shampoo, adamw, for_each_stage, matrices_and_rest, policies
@@ -180,7 +180,7 @@ def grids(world):
             yield groups
 
 
-@pytest.mark.ranks([1, 3, 4], timeout=120)
+@pytest.mark.ranks([1, 3, storm(4)], timeout=120)  # test_microbatches_add_up has 4
 def test_matrices_that_are_cut_step_as_on_one_device():
     """Also q, k and v in one weight, each by itself, on one device too; and copies whose gradients are partial."""
     for groups in grids(dist.get_world_size()):
