@@ -22,6 +22,8 @@ from .routed import subgroup
 WIDTH, BLOCKS = 64, 4
 BLOCK = WIDTH * WIDTH + WIDTH  # divisible by 16 x 4, so that nothing is padded
 PARAMETERS, TENSORS = BLOCKS * BLOCK, 2 * BLOCKS
+FLAGS = 4
+"""The numbers that all ranks compare at the end of a backward pass."""
 
 
 def sharded(stage, group, **options):
@@ -55,11 +57,6 @@ def moved(*arguments, **options):
     return counted.received() - count, count
 
 
-def flags_of(stage):
-    """The numbers that all ranks compare at the end of a backward pass."""
-    return 4 if stage == 3 else 2
-
-
 def part(ranks):
     return Fraction(ranks - 1, ranks)
 
@@ -74,7 +71,7 @@ def test_a_step_moves_what_traffic_says(stage, passes):
     gathers_anew = stage == 3 and not (together and keep)
     saved = microbatches * 2 * BLOCK * part(ranks) if gathers_anew else 0
     assert received == traffic(stage, PARAMETERS, ranks, microbatches=microbatches, no_sync=together, keep=keep) - saved
-    assert flags == 2 * part(ranks) * flags_of(stage) * (microbatches if gathers_anew or not together else 1)
+    assert flags == 2 * part(ranks) * FLAGS * (microbatches if gathers_anew or not together else 1)
 
 
 @pytest.mark.ranks(2)
@@ -94,7 +91,7 @@ def test_what_is_unused_on_every_rank_is_told_parameter_by_parameter():
     part_of_it = model[:3]
     received, flags = moved(part_of_it, optimizer)
     assert received == traffic(2, PARAMETERS, ranks)
-    assert flags == 2 * (2 + TENSORS) * part(ranks)
+    assert flags == 2 * (FLAGS + TENSORS) * part(ranks)
 
 
 @pytest.mark.ranks(4)
@@ -107,7 +104,7 @@ def test_hybrid_sharding_adds_an_all_reduce_of_the_share(stage):
     saved = 2 * BLOCK * part(2) if stage == 3 else 0  # the last two units stay gathered
     assert received == traffic(stage, PARAMETERS, 2, replicas=2) - saved
     # Among the shards, with one more at stage 3 for the order of replicas, then among the replicas.
-    assert flags == 2 * (flags_of(stage) + (stage == 3) + 2) * part(2)
+    assert flags == 2 * (FLAGS + (stage == 3) + FLAGS) * part(2)
 
 
 @for_each_stage
@@ -131,4 +128,4 @@ def test_what_few_ranks_share_moves_among_them_alone(stage):
     expected = traffic(stage, PARAMETERS // 2, 4) + traffic(stage, PARAMETERS // 2, 2)
     if stage == 3:  # the last two units stay gathered from forward to backward: one of four ranks, and one of two
         expected -= BLOCK * part(4) + BLOCK * part(2)
-    assert moved(model, optimizer) == (expected, 2 * flags_of(stage) * Fraction(3, 4))
+    assert moved(model, optimizer) == (expected, 2 * FLAGS * Fraction(3, 4))

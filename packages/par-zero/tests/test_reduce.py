@@ -347,7 +347,7 @@ def test_flags_go_by_a_device_that_all_groups_have(monkeypatch):
     cuda, both, nccl = torch.device("cuda"), "cpu:gloo,cuda:nccl", "cuda:nccl"
     cases = ((both, None, "cpu"), (nccl, None, "cuda"), (both, both, "cpu"), (both, nccl, "cuda"))
     for shards, replicas, expected in cases:
-        groups = Groups(shards=shards, gathers=shards, replicas=replicas, divisor=1)
+        groups = Groups(shards=shards, gathers=shards, replicas=replicas, divisor=1, calls=None)
         assert Sharers(each=(groups,), reach=(True,)).device_of_flags(cuda).type == expected
 
 

@@ -20,9 +20,10 @@ import torch.distributed as dist
 
 from par_groups import backend_of, copy_to_device, copy_to_host, group_among
 
-from ._torch_private import timeout_of
+from ._torch_private import abort_group, timeout_of
 from .layout.buffers import Buffers
 from .layout.sharers import DataParallelGroup, Groups
+from .watch.calls import CallWatch
 
 par_wait_axis = "data"
 """See `par_groups.attributes.WAIT_AXIS`."""
@@ -60,7 +61,13 @@ def is_in_use(groups: Iterable[dist.ProcessGroup | None]) -> bool:
 
 
 def communicators(
-    share: DataParallelGroup, *, gathers: dist.ProcessGroup | None, divisor: int | None, gathers_apart: bool, anew: bool
+    share: DataParallelGroup,
+    *,
+    gathers: dist.ProcessGroup | None,
+    divisor: int | None,
+    gathers_apart: bool,
+    anew: bool,
+    calls: CallWatch,
 ) -> Groups:
     """Return the communicators of a data-parallel group. Collective over the groups for which one is made.
 
@@ -71,6 +78,7 @@ def communicators(
         gathers_apart: Whether parameters are gathered on another communicator than gradients are reduced.
         anew: Whether all communicators are made, because the chunks of another module use the given ones. Ranks may
             differ in which of two modules communicates first in a backward pass.
+        calls: Watch over the calls of the module.
     """
     shards, replicas = share.group, share.replicas
     if anew:
@@ -80,9 +88,21 @@ def communicators(
         gathers = shards
     elif gathers is None or anew:
         gathers = same_ranks(share.group, "gathers")
-    groups = Groups(shards=shards, gathers=gathers, replicas=replicas, divisor=divisor)
+    groups = Groups(shards=shards, gathers=gathers, replicas=replicas, divisor=divisor, calls=calls)
     _IN_USE.add(groups)
     return groups
+
+
+def abort(calls: CallWatch) -> None:
+    """Let all collectives of a module fail, because some ranks wait for calls that other ranks do not make.
+
+    Args:
+        calls: Watch over the calls of the module.
+    """
+    used = [group for each in _IN_USE if each.calls is calls for group in (*each.both, each.gathers)]
+    for group in dict.fromkeys(used):
+        if dist.get_world_size(group) > 1:
+            abort_group(group)
 
 
 def connect(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
@@ -101,10 +121,13 @@ class Handle:
     Args:
         works: Work objects that torch returned.
         finish: Function that is called once when all of them have completed.
+        group: Their communicator. None: errors are raised as torch raises them.
     """
 
-    def __init__(self, works: list[Any], finish: Callable[[], None] | None = None) -> None:
-        self._works, self._finish = works, finish
+    def __init__(
+        self, works: list[Any], finish: Callable[[], None] | None = None, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self._works, self._finish, self._group = works, finish, group
 
     def is_completed(self) -> bool:
         """Return whether `wait` would return at once."""
@@ -113,8 +136,16 @@ class Handle:
     def wait(self) -> None:
         """Wait until the result is available. A second call does nothing."""
         works, self._works = self._works, []
-        for work in works:
-            work.wait()
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            # The error of torch does not have the call that another rank makes.
+            for groups in [each for each in _IN_USE if self._group in (*each.both, each.gathers)]:
+                explained = groups.calls.explained(error)
+                if explained is not error:
+                    raise explained from error
+            raise
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
@@ -188,12 +219,12 @@ def reduce_scatter(
                 into.add_(row, alpha=scale)
             buffers.give_back(received)
 
-        return Handle([work], finish)
+        return Handle([work], finish, group)
     # `into` may be a part of `flat`, which NCCL still reads while it writes the result.
     total = torch.empty(flat.numel() // ranks, dtype=flat.dtype, device=flat.device)
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its name before torch 2.13
     work = scatter(total, flat, _scaled_(flat, ranks, scale), group=group, async_op=True)
-    return Handle([work], lambda: _put(total, into))
+    return Handle([work], lambda: _put(total, into), group)
 
 
 def all_gather(flat: torch.Tensor, share: torch.Tensor, group: dist.ProcessGroup, *, overlapped: bool = True) -> Handle:
@@ -215,15 +246,16 @@ def all_gather(flat: torch.Tensor, share: torch.Tensor, group: dist.ProcessGroup
         # gloo sends and receives only CPU memory, but its broadcast also takes tensors of a GPU.
         if (ranks == 2 and (overlapped or share.nbytes < _LARGE)) or (ranks > 1 and not flat.is_cpu):
             sources = range(ranks)
-            return Handle([dist.broadcast(places[i], group=group, group_src=i, async_op=True) for i in sources])
+            works = [dist.broadcast(places[i], group=group, group_src=i, async_op=True) for i in sources]
+            return Handle(works, None, group)
         # Each rank begins with its successor, so that not all ranks send to the same rank first.
         others = [(rank + step) % ranks for step in range(1, ranks)]
         # Receives begin first, so that each send finds its receiver.
         receives = [dist.irecv(places[other], group=group, group_src=other, tag=_TAG) for other in others]
         sends = [dist.isend(share, group=group, group_dst=other, tag=_TAG) for other in others]
-        return Handle([*receives, *sends])
+        return Handle([*receives, *sends], None, group)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
-    return Handle([gather(flat, share, group=group, async_op=True)])
+    return Handle([gather(flat, share, group=group, async_op=True)], None, group)
 
 
 def exchange(
@@ -252,7 +284,7 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, op: Any = dist.Re
     """Sum a tensor over the ranks of a group, in place, or apply another `op`, such as the maximum."""
     if dist.get_world_size(group) == 1:
         return Handle([])
-    return Handle([dist.all_reduce(tensor, op, group=group, async_op=True)])
+    return Handle([dist.all_reduce(tensor, op, group=group, async_op=True)], None, group)
 
 
 def largest_of(

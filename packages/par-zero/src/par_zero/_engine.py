@@ -36,6 +36,7 @@ from .reduce.reducer import Reducer
 from .reduce.sections import SectionProgram
 from .residency.count import count
 from .residency.table import Residency
+from .watch.calls import RESET
 from .watch.outputs import computed
 
 
@@ -89,7 +90,7 @@ class Engine:
             flags = sharers.device_of_flags(chunks[0].device)
             # Two flags of a pass, one more if replicas learn an order of reductions, and one of a budget.
             count = 2 + bool(sharers.beside_gathering) + (room is not None)
-            agreement = Agreement(units, sharers.gathering, flags, self._reducer, flags=count)
+            agreement = Agreement(units, sharers.gathering, flags, self._reducer, sharers.calls, flags=count)
             book = _book_of(units, room, optimizers, agreement.most)
             self._steps = book if isinstance(book, StepBook) else None
             executor = Executor(units, book, agreement, self._reducer)
@@ -240,10 +241,12 @@ class Engine:
 
     def reset(self) -> None:
         """See `par_zero.reset`."""
+        self._sharers.calls.note(RESET)
         self._hooks.wait_for_parameters()
         if self._gatherer is not None:
             self._gatherer.executor.fail()
         self._reducer.reset()
+        self._sharers.calls.agree()
         for each in self._hooks.optimizers:
             each.splitter.leave()
         if self._sections is not None:

@@ -118,6 +118,8 @@ class Gatherer:
         # Within another `summon` both lists are empty, so the inner exit neither frees nor hides a unit.
         freed = [unit for unit in self._units if not unit.gathered]
         hidden = [unit for unit in self._units if unit.state is UnitState.HIDDEN]
+        if freed:
+            self.executor.note("enters par_zero.summon")
         for unit in (*freed, *hidden):
             unit.gather()
         self._summoners += 1

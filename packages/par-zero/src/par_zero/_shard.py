@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from par_groups import Sharding, backend_of, together
 
 from ._budget import fit_to_budgets, plan_room
-from ._collectives import communicators, connect, is_in_use
+from ._collectives import abort, communicators, connect, is_in_use
 from ._engine import Engine
 from ._param_groups import ParamGroup, in_a_row, param_groups
 from ._policies import MixedPrecision, OptimizerUpdate, Overlap, ParameterInit, ShardOptions, Units, policy_of
@@ -46,6 +46,7 @@ from .offload.plan import OffloadPlan, offload_chunk_, plan_offload
 from .optimizer.agreement import agreed_blocks
 from .optimizer.assembly import assemble
 from .programs.planned import register_model
+from .watch.calls import CallWatch
 
 
 def shard(
@@ -367,6 +368,7 @@ def _communicators(
         options: Options that specify whether gradients are divided.
         gathers: Communicator on which the first group gathers. None: it is made.
     """
+    calls = CallWatch(shares[0].group, abort)
     ranks = math.prod(dist.get_world_size(group) for group in shares[0].groups)
     return tuple(
         communicators(
@@ -376,6 +378,7 @@ def _communicators(
             divisor=(share.divisor or ranks) if options.precision.reduce_op == "mean" else None,
             gathers_apart=STAGES[stage].shards_parameters,
             anew=anew,
+            calls=calls,
         )
         for number, (share, anew) in enumerate(zip(shares, used, strict=True))
     )

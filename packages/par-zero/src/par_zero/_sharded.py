@@ -134,7 +134,7 @@ def reset(module: nn.Module) -> None:
 
     Call it on all ranks: each rank completes the collectives that other ranks may have begun in the failed pass. The
     pass must have begun on every rank. If it has failed on some ranks only, these call `reset` at once. At stage 3 the
-    other ranks then raise an error that names one of them. Below stage 3, they wait until the process group's timeout.
+    other ranks then raise an error that names one of them. Below stage 3 all ranks raise an error and cannot continue.
 
     Args:
         module: Module that was passed to `shard`, or an item of it that is called.

@@ -34,6 +34,7 @@ from .optimizer.step import rewire_
 from .optimizer.stepped import SteppedOptimizer
 from .optimizer.written import ModuleWrites, Watch, all_see
 from .reduce.reducer import Reducer
+from .watch.calls import STEP
 
 
 class StepHooks:
@@ -247,6 +248,7 @@ class StepHooks:
         chunks, usage = stepped.chunks, self._reducer.usage
         if self._gatherer is not None:
             self._gatherer.check_step()
+        self._sharers.calls.note(STEP)
         self.wait_for_parameters(chunks)
         self._follow_module_writes(stepped)
         stepped.watch.end()
@@ -277,6 +279,7 @@ class StepHooks:
         if self.disk_tier is not None:
             self.disk_tier.end_step(stepped.number)
         stepped.watch.put_back_()
+        self._sharers.calls.steps += 1
         self._publish(stepped)
         self._on_stepped()
         # A late step is still running, so its errors are raised later.

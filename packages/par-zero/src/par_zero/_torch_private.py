@@ -7,7 +7,7 @@ would cost measurable time in a step.
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from importlib import import_module
 from operator import attrgetter
@@ -337,3 +337,20 @@ def default_store() -> Any:
     `_get_default_store` exists since torch 1.8. torch has no public function that returns this store.
     """
     return dist.distributed_c10d._get_default_store()
+
+
+def abort_group(group: dist.ProcessGroup) -> None:
+    """Let all collectives of a communicator fail, on this rank and soon on its other ranks.
+
+    `ProcessGroup.abort` exists since torch 2.8, and gloo's does nothing. But a receive that times out makes gloo fail
+    everything that is in flight on its communicator.
+    """
+    if "gloo" not in str(dist.get_backend_config(group)):
+        group.abort()
+        return
+    peer = (dist.get_rank(group) + 1) % dist.get_world_size(group)
+    nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+    with suppress(RuntimeError):
+        work = dist.irecv(nothing, group=group, group_src=peer, tag=7_213_001)
+        if work is not None:
+            work.wait(timedelta(milliseconds=1))

@@ -9,6 +9,8 @@ from torch import nn
 
 from par_groups import Sharding, backend_of
 
+from ..watch.calls import CallWatch
+
 
 @dataclass(frozen=True, eq=False)
 class DataParallelGroup:
@@ -95,12 +97,14 @@ class Groups:
             is `shards`.
         replicas: Ranks that hold the same shard, for hybrid sharding; None: no other rank holds it.
         divisor: Divisor of the sum of gradients over all of these ranks; None: the sum is not divided.
+        calls: Watch over the calls of a module, which explains errors of these communicators.
     """
 
     shards: dist.ProcessGroup
     gathers: dist.ProcessGroup
     replicas: dist.ProcessGroup | None
     divisor: int | None
+    calls: CallWatch
 
     @property
     def rank(self) -> int:
@@ -142,6 +146,11 @@ class Sharers:
 
     each: tuple[Groups, ...]
     reach: tuple[bool, ...]
+
+    @property
+    def calls(self) -> CallWatch:
+        """Watch over the calls of the module."""
+        return self.each[0].calls
 
     @property
     def agreeing(self) -> list[dist.ProcessGroup]:

@@ -12,6 +12,8 @@ from par_groups import agree
 from .._collectives import largest_of
 from .._unit import Unit
 from ..reduce.reducer import Reducer
+from ..reduce.refusals import refuse_steps
+from ..watch.calls import RESET, CallWatch
 
 
 class PassEnd(IntEnum):
@@ -31,7 +33,7 @@ class PassEnd(IntEnum):
             PassEnd.EVALUATION: "ends a forward without gradients",
             PassEnd.UNREDUCED: "ends a backward that reduces no gradients",
             PassEnd.FORWARD: "begins backward",
-            PassEnd.FAILED: "calls par_zero.reset",
+            PassEnd.FAILED: RESET,
         }[self]
 
 
@@ -69,9 +71,11 @@ class Agreement:
             reaches all ranks.
         device: Device of the compared numbers.
         reducer: Reducer that begins the same reductions on all ranks before they raise.
+        calls: Record of the calls since the ranks last agreed.
         flags: Number of flags in a comparison, two or more, the same on all ranks.
 
     Attributes:
+        calls: Record of the calls since the ranks last agreed.
         flags: Number of flags in a comparison.
     """
 
@@ -81,17 +85,13 @@ class Agreement:
         groups: Sequence[dist.ProcessGroup],
         device: torch.device,
         reducer: Reducer,
+        calls: CallWatch,
         *,
         flags: int = 2,
     ) -> None:
         self._units, self._groups, self._device, self._reducer = tuple(units), tuple(groups), device, reducer
-        self.flags = flags
-        self._steps = 0  # steps of optimizers since the last end of a pass
+        self.calls, self.flags = calls, flags
         self._has_refused = False  # whether the latest comparison has raised here
-
-    def count_step(self) -> None:
-        """Count a step of an optimizer. The ranks compare the count at the end of the next pass, at no further cost."""
-        self._steps += 1
 
     def most(self, numbers: Sequence[int]) -> list[int]:
         """Return the elementwise maximum of the ranks' lists, by an all-reduce.
@@ -117,7 +117,7 @@ class Agreement:
         # A rank that has left out a step holds a shard of older weights than the others. A failed pass leaves the count
         # to the next pass.
         counts_steps = what < 0 and what != PassEnd.FAILED
-        number = _with_steps(what, self._steps) if counts_steps else what
+        number = _with_steps(what, self.calls.steps) if counts_steps else what
         # Padding to one shape: another rank may compare something else, with another number of flags.
         first, second, *more = [*flags, *[False] * (self.flags - len(flags))]
         # The maximum of a number and of its negative shows in one all-reduce whether the number is equal on all ranks.
@@ -126,8 +126,10 @@ class Agreement:
         most, least, most_detail, least_detail, *told = largest_of(numbers, self._groups, self._device)
         if most >> 1 != -(least >> 1):
             self._refuse(number)
+        elif what < 0 and what != PassEnd.FORWARD:
+            self.calls.agree()
         if counts_steps:
-            self._steps = 0
+            self.calls.steps = 0
         set_flags = [bool(flag) for flag in (most & 1, least & 1, *told)]
         return Compared(most_detail == -least_detail, -least_detail, set_flags)
 
@@ -178,6 +180,7 @@ class Agreement:
         said = agree(None, number, *self._groups)
         # Reductions that only some ranks have begun would never complete, so every rank begins the same number first.
         self._reducer.begin_all(self._groups)
+        self.calls.agree()  # ranks that have come to different ends continue from here
         if number == PassEnd.FAILED:
             return
         self._has_refused = True
@@ -192,12 +195,8 @@ class Agreement:
         if said[first] < 0 and said[other] < 0:
             (_, steps), (_, others) = _parted(said[first]), _parted(said[other])
             if steps != others:
-                self._steps = 0  # the error is raised once
-                raise RuntimeError(
-                    f"rank {other} has taken {others} steps of its optimizers since the last pass where rank {first} "
-                    f"has taken {steps}, so their shards belong to different versions of the weights; load the latest "
-                    "checkpoint, and skip a step on all ranks or on none, such as by the norm of `clip_grad_norm_`"
-                )
+                self.calls.steps = 0  # the error is raised once
+                refuse_steps({first: steps, other: others})
         raise RuntimeError(
             f"rank {other} {self._text(said[other])} where rank {first} {self._text(said[first])}, and at stage 3 all "
             "ranks gather a unit together; make one unit of what not all ranks run, units=..., or pass stage=2"

@@ -37,6 +37,13 @@ from .book import Pass, PassBook, PassKind
 from .compiler import ROOT, find_event, over_at
 from .entries import BACKWARD, EVENT_NAMES, PassAction, PassEvent, PassSegment
 
+_BEGINS = {
+    "forward": "begins a forward",
+    "evaluation": "begins a forward without gradients",
+    "backward": "begins a backward through an earlier forward",
+}
+"""Texts for messages: how a pass begins."""
+
 
 class Executor:
     """The object that gathers and frees the units of one module.
@@ -78,6 +85,10 @@ class Executor:
             f"event {current.at} of {len(program.segments)} of the pass" if program else "in a pass without a program"
         )
         return f"in the {EVENT_NAMES[event.op]} of {self._units[event.unit].name} at stage 3, {place}"
+
+    def note(self, call: str) -> None:
+        """Record a call that all ranks make together: see `CallWatch.note`."""
+        self._agreement.calls.note(call)
 
     def begin_backward(self) -> None:
         """Compare the ranks at the beginning of backward, if the pass has no program.
@@ -189,7 +200,6 @@ class Executor:
 
     def end_step(self) -> None:
         """End the step after the optimizer has updated the parameters and all units were freed."""
-        self._agreement.count_step()
         # A forward without a backward has not ended its pass. All units were freed, so its program no longer applies.
         if self._pass is not None:
             self._pass.leave_program()
@@ -231,6 +241,7 @@ class Executor:
             for unit in self._units:
                 unit.free()
             self.stop()
+        self.note(_BEGINS[kind.begins_with])
         start = frozenset(unit.number for unit in self._units if unit.chunks and not unit.freed)
         program = self._book.look_up(kind, start)
         self._pass = Pass(kind=kind, start=start, program=program, kept=set(start))

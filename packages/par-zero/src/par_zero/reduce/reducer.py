@@ -6,10 +6,11 @@ In backward, the gradient of a parameter arrives. When all gradients of its chun
 - with hybrid sharding, an all-reduce of the shard over the replicas;
 - at stage 0, an all-gather of the chunk over the group.
 
-When backward ends, the rank finishes the remaining collectives. The ranks also all-reduce two int32 flags, one of which
-is whether any rank had gradients of all parameters. If no rank had all of them, the ranks all-reduce in the step which
-parameters had a gradient on any rank. The optimizer then updates each of its flat slices in one fused call. Stages 1
-and 2 all-gather the updated parameters. Stage 3 gathers a unit's parameters before its forward and backward.
+When backward ends, the rank finishes the remaining collectives. The ranks also all-reduce four int32 numbers. One of
+them is whether any rank had gradients of all parameters, and two compare the steps that the ranks have taken. If no
+rank had all gradients, the ranks all-reduce in the step which parameters had a gradient on any rank. The optimizer then
+updates each of its flat slices in one fused call. Stages 1 and 2 all-gather the updated parameters. Stage 3 gathers a
+unit's parameters before its forward and backward.
 
 All ranks begin reductions in one order, on one communicator. No rank waits for another rank during backward, unless
 `Overlap(inflight=...)` bounds the reductions: if backward itself communicates over another communicator, the other rank
@@ -42,7 +43,7 @@ from ..layout.sharers import Sharers
 from .backward import BackwardHooks, BackwardPass, ExpectedGradients, call_on_gradient
 from .in_flight import EmptyReductions, ReductionBuffers, Reductions, is_one_all_reduce, reduction
 from .order import ReductionOrder
-from .refusals import refuse_another, refuse_arriving, refuse_closed, refuse_given_up, refuse_gradient
+from .refusals import refuse_another, refuse_arriving, refuse_closed, refuse_given_up, refuse_gradient, refuse_steps
 from .usage import GradientUsage
 
 _LATE = 2
@@ -102,6 +103,7 @@ class Reducer:
         self.buffers = ReductionBuffers(Buffers(self.meter), Buffers(self.meter), inflight or 2)
         self._empty = EmptyReductions()
         self._resets: list[dist.ProcessGroup] | None = None
+        self._steps = 0  # steps of optimizers between the latest two passes
         for number, chunk in enumerate(chunks):
             chunk.number = number
             for index, member in enumerate(chunk.members):
@@ -278,6 +280,7 @@ class Reducer:
     def reset(self) -> None:
         """Forget a pass that has failed, and its gradients. Collective over all ranks that shard chunks."""
         self.begin_failed(None)
+        self._sharers.calls.await_reset()
         # No other communicator is certain to be free: some ranks may have begun collectives that others have not.
         if self._resets is None:
             self._resets = [same_ranks(group, "resets") for group in self._sharers.agreeing]
@@ -360,6 +363,8 @@ class Reducer:
 
     def _begin(self, chunk: Chunk) -> None:
         """Begin the reduction of the next chunk."""
+        if self.hooks.compare is None and not self._pass.begun:
+            self._sharers.calls.note("reduces gradients in backward")
         self._pass.begun.add(chunk.number)
         gradients = self.gradients[chunk.number]
         one = chunk.stage.shards_state or is_one_all_reduce(gradients)
@@ -412,19 +417,25 @@ class Reducer:
                 arrived = current.arrived[number]
                 self.usage.add(number, [int(i in arrived) for i in range(len(self._chunks[number].members))])
         had_all, late, groups = self.usage.has_all, bool(current.late), sharers.agreeing
-        mine: list[int] = [had_all, requests_order]
+        # Only ranks that each step alone, at stage 0, reach this pass after different numbers of steps. The largest
+        # number and the largest negative one show it.
+        steps_before, self._steps = self._steps, sharers.calls.steps
+        mine: list[int] = [had_all, requests_order, self._steps, -self._steps]
         if self.hooks.compare is not None:
             # First, because ranks that differ raise.
             groups = sharers.beside_gathering
             # Only replicas learn an order at stage 3: without them it is the program's.
             had_on_any, late, *requested = self.hooks.compare([had_all, late, *[requests_order] * bool(groups)])
             # Replicas, which the comparison has not reached, receive both flags in one number.
-            mine = [had_on_any, any(requested) + _LATE * (late and bool(groups))]
+            mine[:2] = had_on_any, any(requested) + _LATE * (late and bool(groups))
         self.reduce_rest()
         flags = Flags(mine, groups, self.usage.device)
         # The usage of the previous pass must be exchanged before this pass replaces its flags.
         self.usage.share()
         self._reductions.finish()
+        if self.hooks.compare is None:
+            sharers.calls.agree()  # each reduction has needed all ranks
+            sharers.calls.steps = 0
         flags.pass_on()
         # The host waits for the flag of replicas. Without replicas, the comparison has combined it.
         if late or (groups and self.hooks.compare is not None and flags.read()[1] >= _LATE):
@@ -435,7 +446,10 @@ class Reducer:
         # The flag is equal on all ranks, so all ranks join the all-reduce of `learn`, or no rank does.
         source = self.order.source
         if source is not None:
-            if before.read()[1]:
+            _, is_requested, most, least = before.read()
+            if most != -least:
+                refuse_steps(agree(None, steps_before, *sharers.agreeing))
+            if is_requested:
                 source.learn(sharers.agreeing, self.usage.device)
             source.is_agreed = True
 

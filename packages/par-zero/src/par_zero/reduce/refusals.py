@@ -1,5 +1,6 @@
 """Errors for gradients that cannot be summed over the ranks. They name the parameter and the fix."""
 
+from collections.abc import Mapping
 from typing import NoReturn
 
 import torch
@@ -49,4 +50,19 @@ def refuse_another(name: str) -> NoReturn:
     raise RuntimeError(
         f"{name!r} got another gradient after its sum over the ranks had begun: it is used in two reentrant "
         "checkpoints; pass use_reentrant=False"
+    )
+
+
+def refuse_steps(steps: Mapping[int, int]) -> NoReturn:
+    """Raise on all ranks because they have taken different numbers of steps since the last pass.
+
+    Args:
+        steps: Number of steps of optimizers, by global rank.
+    """
+    first = min(steps)
+    other = next(rank for rank in steps if steps[rank] != steps[first])
+    raise RuntimeError(
+        f"rank {other} has taken {steps[other]} steps of its optimizers since the last pass where rank {first} has "
+        f"taken {steps[first]}, so their weights belong to different versions of the model; load the latest "
+        "checkpoint, and skip a step on all ranks or on none, such as by the norm of `clip_grad_norm_`"
     )

@@ -1,5 +1,6 @@
-"""Freed parameters, which raise a named error when code uses them, and the tensors in the outputs of modules.
+"""Freed parameters, which raise a named error when code uses them, the tensors in outputs of modules, and calls.
 
 `freed` defines the classes of freed parameters, which are similar to par-groups' stand-ins for gradients. `outputs`
-finds the tensors through which backward reaches a module. Chunks import this subpackage, which imports no chunks.
+finds the tensors through which backward reaches a module, and `calls` the ranks that make different calls. Chunks
+import this subpackage, which imports no chunks.
 """
