@@ -44,6 +44,36 @@ def test_convert_of_scaled_float8_to_a_dtype_is_refused(tmp_path, capsys, scale)
     assert pc.read_tensor(tmp_path / "same", "weight").dtype == torch.float8_e4m3fn
 
 
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"weight": torch.ones(4, 4, dtype=torch.int8), "SCB": torch.rand(4)},
+        {"qweight": torch.ones(4, 4, dtype=torch.int32), "scales": torch.rand(2, 4)},
+        {"weight": torch.ones(4, 4).to(torch.float8_e4m3fn)},
+    ],
+    ids=["bitsandbytes", "gptq", "float8"],
+)
+def test_convert_of_a_quantized_folder_to_a_dtype_raises(tmp_path, capsys, tensors):
+    (tmp_path / "a").mkdir()
+    save_file(tensors, tmp_path / "a" / "model.safetensors")
+    (tmp_path / "a" / "config.json").write_text('{"quantization_config": {"quant_method": "x"}}')
+    assert main(["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--dtype", "bfloat16"]) == 2
+    assert "config.json has a quantization_config" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "b").exists()
+    assert main(["convert", str(tmp_path / "a"), str(tmp_path / "same")]) == 0
+
+
+def test_load_of_float8_beside_pickled_scales_is_reported(tmp_path):
+    """Transformer Engine pickles the scales of a module."""
+    (tmp_path / "a").mkdir()
+    tensors = {"weight": torch.full((4, 4), 448.0).to(torch.float8_e4m3fn), "_extra_state": torch.zeros(3)}
+    save_file(tensors, tmp_path / "a" / "model.safetensors")
+    model = nn.Linear(4, 4, bias=False)
+    report = pc.load(tmp_path / "a", model=model, dtype=torch.float32, strict=False)
+    assert "_extra_state" in report.mismatched[0]
+    assert model.weight.abs().max() < 1
+
+
 def test_save_of_scaled_float8_in_a_dtype_is_refused(tmp_path):
     model = {"w": torch.ones(2).to(torch.float8_e4m3fn), "w_scale": torch.ones(1)}
     with pytest.raises(ValueError, match=r"dtype=torch.bfloat16: 'w' is quantised .* or leave dtype"):

@@ -42,6 +42,14 @@ def test_save_to_a_url_that_became_a_path_is_refused(tmp_path, monkeypatch, path
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("path", ["~/run", "~"])
+def test_save_to_a_folder_named_tilde_is_refused(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"a folder named '~' in the working directory; pass os.path.expanduser"):
+        pc.save(path, model={"w": torch.ones(2)})
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("name", ["a:b/x", "run/12:30/x", "./odd:/x", "C:/x", "12:/x"])
 def test_names_with_colons_are_local_folders(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)

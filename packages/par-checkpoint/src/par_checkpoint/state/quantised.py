@@ -27,6 +27,8 @@ class Scales:
         self._by_owner: dict[str, list[str]] = {}
         for name in names:
             module, _, leaf = name.rpartition(".")
+            if leaf == "_extra_state":  # Transformer Engine pickles the scales of a module there
+                self._by_owner.setdefault(f"{module}.", []).append(name)
             if "scale" not in leaf or leaf in _NO_SCALE_OF_CODES:
                 continue
             owner = name[: len(name) - len(leaf) + leaf.index("scale")].rstrip("._")

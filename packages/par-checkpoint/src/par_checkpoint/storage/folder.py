@@ -47,12 +47,19 @@ _SCHEMES = frozenset(
 
 
 def check_no_url(path: str) -> None:
-    """Raise ValueError for what pathlib, os.path.normpath and os.path.abspath make of a URL: a local path "s3:/...".
+    """Raise ValueError for a path that means another place than its text: "~/...", and what pathlib makes of a URL.
 
+    pathlib, os.path.normpath and os.path.abspath make a local path "s3:/..." of a URL.
     At the beginning of a path any scheme counts, further on only those of known stores: so a folder whose name ends
     with a colon can still be named, as "./name:/...".
     """
     parts = path.replace("\\", "/").split("/")
+    if parts[0] == "~":
+        # Later, `rm -r ~` in a shell would remove the home folder instead of this folder.
+        raise ValueError(
+            f"path={path!r}: this is a folder named '~' in the working directory; pass os.path.expanduser({path!r}) "
+            "for the home folder"
+        )
     for number, part in enumerate(parts[:-1]):
         scheme = part.removesuffix(":")
         if scheme == part or not _is_scheme(scheme, anywhere=number > 0):

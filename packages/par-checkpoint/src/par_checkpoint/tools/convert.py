@@ -57,7 +57,7 @@ def convert_checkpoint(
         Descriptions of everything in the source that is not in the target.
 
     Raises:
-        ValueError: The format or dtype is unknown, or a dtype is set for float8 tensors with scales.
+        ValueError: The format or dtype is unknown, or a dtype is set for quantized tensors.
         CheckpointError: The source cannot be read, or is corrupt.
         FileExistsError: The target exists.
     """
@@ -74,6 +74,13 @@ def convert_checkpoint(
     found = _read_model(source)
     if cast is not None:
         check_cast({name: each.dtype for name, each in found.tensors.items()}, list(found.tensors), cast)
+        # Codes of other kinds are integers, which no cast touches; but their scales would lose digits.
+        if CONFIG in found.beside and parse_object(found.beside[CONFIG], CONFIG).get("quantization_config"):
+            raise ValueError(
+                f"dtype={dtype}: config.json has a quantization_config, so these tensors are codes and scales; load "
+                "the folder with transformers, with the config of its kind and dequantize=True, and use what "
+                "save_pretrained writes; or leave dtype, which keeps the codes"
+            )
     if to != "dcp":
         with tempfile.TemporaryDirectory() as beside:
             assets = _written(found.beside, Path(beside), cast)
