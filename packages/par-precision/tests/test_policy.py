@@ -270,6 +270,36 @@ def test_tensors_in_records_are_cast_in_copies(kind):
         assert module(taken)[0][0] is taken  # nothing is cast
 
 
+class Pair(tuple):
+    """A tuple that computes its items."""
+
+    __slots__ = ()
+
+    def __new__(cls, value):
+        return super().__new__(cls, (value, 2 * value))
+
+
+class Row(list):
+    """A list of another class."""
+
+
+@pytest.mark.parametrize("make", [Pair, lambda value: Row([value, 3])], ids=["tuple", "list"])
+def test_tensors_in_subclasses_of_sequences_are_cast_in_copies(make):
+    given = make(torch.ones(2))
+    (taken,), _ = within(Echo(), "bf16", None)(given)
+    assert (type(taken), len(taken)) == (type(given), 2)
+    assert (given[0].dtype, taken[0].dtype) == (torch.float32, torch.bfloat16)
+
+
+def test_rnn_takes_and_returns_packed_sequences_in_half_precision():
+    packed = nn.utils.rnn.pack_sequence([torch.randn(3, 4), torch.randn(2, 4)])
+    rnn = nn.RNN(4, 4)
+    output, _ = within(rnn, "bf16", torch.float32)(packed)
+    assert type(output) is type(packed)
+    assert output.data.dtype == torch.float32
+    assert torch.equal(output.batch_sizes, packed.batch_sizes)
+
+
 def test_a_distribution_that_is_returned_has_fp32_parameters():
     (found,), _ = within(Echo(), "bf16", torch.float32)(torch.distributions.Normal(torch.zeros(2), torch.ones(2)))
     assert found.log_prob(torch.zeros(2)).dtype == torch.float32

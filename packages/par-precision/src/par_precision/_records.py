@@ -21,6 +21,9 @@ def is_record(value: Any) -> bool:
     kind = type(value)
     if isinstance(value, type | nn.Module) or kind.__module__ == "builtins":
         return False
+    # A subclass, such as PackedSequence: torch's pytree takes only plain tuples apart. Nobody can write into it.
+    if isinstance(value, tuple):
+        return True
     if dataclasses.is_dataclass(value) or isinstance(value, MutableMapping | SimpleNamespace):
         return True
     if hasattr(kind, "__attrs_attrs__") or isinstance(value, torch.distributions.Distribution):
@@ -34,7 +37,9 @@ def is_record(value: Any) -> bool:
 
 
 def parts_of_record(record: Any) -> dict[str, Any]:
-    """Return the values in a record, by key or by name of the attribute."""
+    """Return the values in a record, by key, by index or by name of the attribute."""
+    if isinstance(record, list | tuple):
+        return {str(index): value for index, value in enumerate(record)}
     if isinstance(record, MutableMapping):
         return dict(record)
     found = dict(getattr(record, "__dict__", {}))
@@ -43,10 +48,17 @@ def parts_of_record(record: Any) -> dict[str, Any]:
 
 def with_parts(record: Any, parts: dict[str, Any]) -> Any:
     """Return a copy of a record with some values replaced; works for a frozen dataclass, too."""
+    if isinstance(record, tuple):
+        # The class may need other arguments than its items, or compute them anew from these.
+        made = tuple.__new__(type(record), [parts.get(str(index), value) for index, value in enumerate(record)])
+        getattr(made, "__dict__", {}).update(getattr(record, "__dict__", {}))
+        return made
     changed = copy.copy(record)
     for name, value in parts.items():
         if isinstance(changed, MutableMapping):
             changed[name] = value
+        elif isinstance(changed, list):
+            changed[int(name)] = value
         else:
             object.__setattr__(changed, name, value)
     return changed

@@ -134,3 +134,10 @@ def test_complex_gradients_are_clipped_by_absolute_value(dtype):
     one.grad = given.clone()
     clip_grad_value_(one, 2.0)
     assert one.grad.tolist() == [1 + 2j, 2j, -2 + 0.5j]
+
+
+def test_clip_accepts_the_order_as_text_like_torch():
+    one = parameter(torch.zeros(2))
+    one.grad = torch.tensor([3.0, -6.0])
+    assert clip_grad_norm_(one, 3.0, None, norm_type="inf") == 6
+    assert torch.equal(one.grad, torch.tensor([1.5, -3.0]))

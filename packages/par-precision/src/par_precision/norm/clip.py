@@ -16,7 +16,7 @@ from .._torch_private import (
     foreach_unscale_,
     grouped_by_device_and_dtype,
 )
-from .norm import as_real, check_order, counted_gradients, device_of, total_norm
+from .norm import as_real, checked_order, counted_gradients, device_of, total_norm
 from .ownership import Ownership, Parameters, tensors_in
 
 
@@ -54,7 +54,7 @@ def clip_grad_norm_(
             unchanged.
     """
     check_limit(max_norm, "max_norm")
-    check_order(norm_type)
+    norm_type = checked_order(norm_type)
     tensors = list(tensors_in(params))
     gradients = counted_gradients(tensors, Ownership(group, replicas))
     norm = total_norm(gradients, group, device_of(tensors, group), norm_type)

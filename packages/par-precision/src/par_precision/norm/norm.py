@@ -43,7 +43,7 @@ def grad_norm(
         TypeError: A sparse gradient. On all ranks of the group if the sum is made on a CPU; else on its own rank, and
             the others get a norm that is not finite.
     """
-    check_order(norm_type)
+    norm_type = checked_order(norm_type)
     tensors = list(tensors_in(params))
     gradients = counted_gradients(tensors, Ownership(group, replicas))
     return total_norm(gradients, group, device_of(tensors, group), norm_type)
@@ -116,10 +116,11 @@ def as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
 
 
-def check_order(order: float) -> None:
-    """Raise ValueError unless a number is the order of a norm."""
-    if not order > 0:
+def checked_order(order: float) -> float:
+    """Return the order of a norm as a float, as torch does: configs write "inf". Raise ValueError for any other."""
+    if not float(order) > 0:
         raise ValueError(f"norm_type is {order}; give a number above 0, or math.inf for the largest gradient")
+    return float(order)
 
 
 def device_of(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> torch.device:
