@@ -219,6 +219,7 @@ class Predictor:
                         disk=job.disk * movable[0].takes["disk"],
                         parameters=job.parameters_offloaded * own,
                         parameters_disk=job.parameters_disk * own * numbers.weight,
+                        units=max(1, part.blocks),
                     ),
                 ),
                 numbers=numbers_of_ranks,

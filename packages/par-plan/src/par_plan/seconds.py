@@ -27,12 +27,14 @@ class OffloadedState:
         disk: Bytes of this state on the disk.
         parameters: Number of offloaded parameters, which are fetched for each gather.
         parameters_disk: Bytes of these parameters on the disk.
+        units: Number of units that are stepped, and computed in the next forward, one after the other.
     """
 
     elements: float = 0.0
     disk: float = 0.0
     parameters: float = 0.0
     parameters_disk: float = 0.0
+    units: int = 1
 
 
 @dataclass(frozen=True)
@@ -230,31 +232,45 @@ def _time_of(
 
 
 def _seconds_away(away: OffloadedState, job: TrainingJob, machine: Machine, world: int, compute: float) -> float:
-    """Return the seconds that a step waits for offloaded state: the slowest of disk, host and link.
+    """Return the seconds that a step waits for offloaded state.
 
     A disk is read and written one after the other. Adam's step reads gradient, parameter and two moments, and writes
-    three of them. On a CPU, host memory is device memory, so nothing moves. At stage 3, the fetch of units overlaps
-    with forward and backward. On a GPU, the optimizer step of a unit also overlaps with the next forward.
+    three of them. On a CPU, host memory is device memory, so nothing moves, and all of the step precedes the next
+    forward. On a GPU, the step of a unit overlaps with the next forward of earlier units.
     """
-    sharers, numbers = machine.ranks_per_host(world), job.numbers
+    if not (away.elements or away.parameters):
+        return 0.0
+    sharers, numbers, forward = machine.ranks_per_host(world), job.numbers, compute / 3
     # Master copies are read with the state. Parameters in the other dtype are then only written.
     stepped = away.parameters_disk * (0 if numbers.copied else 1)
     written = away.disk + away.parameters_disk
     disk = sharers * ((away.disk + stepped) / machine.tiers.disk_read + written / machine.tiers.disk_write)
     fetch = sharers * away.parameters_disk / machine.tiers.disk_read
-    host = link = fetch_link = 0.0
-    if not machine.gloo:
-        # Adam reads four tensors and writes three, and all ranks of a host share its memory bandwidth.
-        host = away.elements * sharers * 7 * numbers.master / machine.tiers.host_step
-        # Gradients go one way and weights the other, and a link carries both directions at the same time.
-        link = away.elements * max(numbers.gradient, numbers.weight) / machine.tiers.link
-        fetch_link = away.parameters * numbers.weight / machine.tiers.link
-    # Backward takes two thirds of the computation, and hides the fetch of its units.
-    in_backward = max(0.0, max(fetch, fetch_link) - compute * 2 / 3)
-    # On an accelerator at stage 3, a unit is stepped during the next forward, before it is gathered.
-    if job.zero == 3 and not machine.gloo:
-        return max(0.0, max(disk + fetch, host, link + fetch_link) - compute / 3) + in_backward
-    return max(disk, host, link) + max(0.0, max(fetch, fetch_link) - compute / 3) + in_backward
+    if machine.gloo:
+        return disk + max(0.0, fetch - forward) + max(0.0, fetch - compute * 2 / 3)
+    # Adam reads four tensors and writes three, and all ranks of a host share its memory bandwidth.
+    host = away.elements * sharers * 7 * numbers.master / machine.tiers.host_step
+    out = away.elements * numbers.gradient / machine.tiers.link
+    # Parameters on the host are stepped there, and cross the link when they are fetched.
+    into = max(0.0, away.elements - away.parameters) * numbers.weight / machine.tiers.link
+    fetch_link = away.parameters * numbers.weight / machine.tiers.link
+    # Backward reduces the gradients of the first unit last. Their copy to the host precedes the step of any unit, and
+    # on a slow link it waits for the copies of all other units, which begin after the backward of the last unit.
+    backward = compute * 2 / 3
+    after = max(out / away.units, out - backward * (away.units - 1) / away.units)
+    step = after + _pipelined([disk + fetch, host, into + fetch_link, forward], away.units)
+    return max(0.0, step - forward) + max(0.0, max(fetch, fetch_link) - compute * 2 / 3)
+
+
+def _pipelined(stages: Sequence[float], units: int) -> float:
+    """Return the seconds of units that pass through stages one after the other.
+
+    Args:
+        stages: Seconds of all units in each stage.
+        units: Number of units, all of the same size.
+    """
+    # The slowest stage is never idle, from the arrival of the first unit until the last one leaves it.
+    return (sum(stages) + (units - 1) * max(stages)) / units
 
 
 def _rate_of(topology: Topology, axes: str | tuple[str, ...], machine: Machine) -> float:

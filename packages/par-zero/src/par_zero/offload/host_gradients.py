@@ -18,7 +18,10 @@ from .link import DeviceLink, GradientInFlight, PinnedSlabs
 from .piece import DiskPiece
 
 _IN_FLIGHT = 2
-"""Number of chunks whose sums stay on the device for their copy: one is copied while the next is reduced."""
+"""Sums that stay on the device for their copies, in multiples of the largest: one is copied while the next is reduced.
+
+A limit of chunks instead of bytes would let the reduction of a matrix wait for the copies of the biases before it.
+"""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -32,6 +35,11 @@ class GradientCopy:
 
     event: torch.Event
     total: torch.Tensor | None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the device that the copy keeps."""
+        return 0 if self.total is None else self.total.nbytes
 
 
 class HostGradients:
@@ -54,6 +62,7 @@ class HostGradients:
         }
         self._copies: dict[Chunk, GradientCopy] = {}
         self._held: deque[GradientCopy] = deque()
+        self._largest = 0  # bytes of the largest sum so far
 
     @property
     def chunks(self) -> Iterable[Chunk]:
@@ -68,7 +77,8 @@ class HostGradients:
     def write(self, chunk: Chunk, total: torch.Tensor) -> None:
         """Begin to copy this rank's shard of a chunk's sum to the host. `total` may be reused after `bind`."""
         # The stream that computes waits here, and not the host, so the memory in use is the same in every step.
-        while len(self._held) >= _IN_FLIGHT:
+        self._largest = max(self._largest, total.nbytes)
+        while sum(copy.bytes for copy in self._held) + total.nbytes > _IN_FLIGHT * self._largest:
             self._release(self._held.popleft())
         event = self._link.copy_out(
             [
@@ -83,6 +93,7 @@ class HostGradients:
         """Set the gradients of the optimizer's tensors, which wait for their copies at their first use."""
         copy = self._copies.pop(chunk)
         self._release(copy)
+        self._held = deque(held for held in self._held if held.total is not None)
         for piece in self._pieces[chunk]:
             piece.tensor.grad = _in_flight(self._places[piece], piece.tensor, copy.event)
         return True
