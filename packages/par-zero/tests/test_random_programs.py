@@ -149,6 +149,17 @@ FOUND = {
             ),
         )
     ),
+    # A rank that failed alone compared before it had begun the reductions of the root, for which others waited.
+    "failed on some ranks while reductions are bounded": (
+        Program(
+            Setup(3, inflight=1, optimizers=2), 2,
+            (
+                Step((Forward("a"), Backward("a"))),
+                Step((Forward("a", ("0 ? 1- h", "0 1- h")), Backward("a"))),
+                Step((Forward("a"), Backward("a"))),
+            ),
+        )
+    ),
     # Reentrant checkpoints whose backwards run in the order of their forwards.
     "reentrant in the order of forward": (
         Program(

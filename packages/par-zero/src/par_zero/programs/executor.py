@@ -254,6 +254,9 @@ class Executor:
         if current is not None and current.program is not None:
             self._reducer.order.early = ()
             self._follow(current, current.program.segments, self._reducer.begin_failed)
+            # Another rank begins the chunks that follow no program before its comparison, too, and may wait for them.
+            if current.kind.begins_with != "evaluation":
+                self._reducer.begin_failed(None)
         self._agreement.fail()
 
     def _follow(
