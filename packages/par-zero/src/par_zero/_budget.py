@@ -5,6 +5,7 @@ host takes what its budget allows, and the disk the rest. Bytes are counted by t
 data, so a choice fits exactly, and data that `shard` rejects would not have fitted.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -395,13 +396,8 @@ def _tier_ends(
 def _last_that_fits(numbers: range, fits: Callable[[int], bool]) -> int:
     """Return the last number that fits, or the first if none does. All numbers before one that fits do, too."""
     # Bisection, as each try lays out all chunks of all ranks.
-    if fits(numbers[-1]):
-        return numbers[-1]
-    low, high = numbers[0], numbers[-1]
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    too_many = bisect_left(numbers, True, key=lambda number: not fits(number))
+    return numbers[max(0, too_many - 1)]
 
 
 def _check(offload: Offload, of_all: Sequence[TierBytes]) -> None:

@@ -5,7 +5,7 @@ Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -81,21 +81,11 @@ def memory(
         ValueError: `tier` is another text.
     """
     if experts:
+        common: dict[str, Any] = {"dtype": dtype, "precision": precision, "slots": slots, "inflight": inflight}
+        common |= {"offload": offload, "tier": tier}
         each_group = [
-            memory(
-                stage,
-                elements,
-                sharing,
-                dtype=dtype,
-                precision=precision,
-                slots=slots,
-                chunk=0 if number else chunk,
-                assembled=0 if number else assembled,
-                inflight=inflight,
-                offload=offload,
-                tier=tier,
-            )
-            for number, (elements, sharing) in enumerate([(parameters, ranks), *experts])
+            memory(stage, parameters, ranks, chunk=chunk, assembled=assembled, **common),
+            *(memory(stage, elements, sharing, **common) for elements, sharing in experts),
         ]
         return Memory(
             parameters=sum(each.parameters for each in each_group),

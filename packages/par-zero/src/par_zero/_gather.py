@@ -64,7 +64,7 @@ class Gatherer:
         self._opaque: set[Unit] = set()  # units that returned an object in which no tensor was found
         flats = [chunk.flat for unit in units for chunk in unit.chunks if chunk.flat.is_floating_point()]
         self._dtypes = {(flat.device.type, flat.dtype) for flat in flats}
-        reducer.hooks.compare = executor.end_reducing
+        reducer.hooks.compare = partial(executor.end_pass, PassEnd.BACKWARD)
         reducer.hooks.before_last = executor.finish_program
         reducer.hooks.at_end.append(self._end_backward)
         for unit in units:

@@ -151,20 +151,12 @@ class Unit:
         if self.shards is not None and self.freed:
             self.shards.prefetch(self.chunks)
 
-    def take_part(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Join the all-gathers of the other ranks, and drop the result.
-
-        Args:
-            meanwhile: Function that is called while the all-gathers are in flight. Default: does nothing.
-        """
+    def join_gather(self) -> None:
+        """Join the all-gathers of the other ranks, and drop the result."""
         self.await_step()
-        handles = []
-        for chunk in self.chunks:
-            # A buffer of its own: the caller still uses the gathered parameters in `chunk.flat`.
-            unused = torch.empty(chunk.layout.size, dtype=chunk.own.dtype, device=chunk.device)
-            handles.append(self._begin_all_gather(chunk, unused))
-        meanwhile()
-        self._wait_for(handles)
+        # Buffers of their own: the caller still uses the gathered parameters in `chunk.flat`.
+        unused = [torch.empty(chunk.layout.size, dtype=chunk.own.dtype, device=chunk.device) for chunk in self.chunks]
+        self._wait_for([self._begin_all_gather(*each) for each in zip(self.chunks, unused, strict=True)])
 
     def wait(self) -> None:
         """Wait until the all-gathers in flight have filled the memory."""

@@ -153,17 +153,6 @@ class ChunkGradients:
                 parameter.grad = None
         return used
 
-    def zeros(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return zeros in place of the gradients, for a sum that other ranks wait for, and memory for the result."""
-        chunk = self.chunk
-        low, high = chunk.share
-        flat = torch.zeros(chunk.layout.size, dtype=chunk.plan.reduce_dtype, device=chunk.device)
-        # The result is not used, but other ranks' reductions need a receiver on this rank.
-        shard = torch.empty(high - low, dtype=chunk.plan.reduce_dtype, device=chunk.device)
-        for tensor in (flat, shard):
-            attributes.LABEL.set(tensor, chunk.label)
-        return flat, shard
-
     def place_of_sum(self, buffer: torch.Tensor) -> torch.Tensor:
         """Return the memory for this rank's shard of the sum over the ranks.
 

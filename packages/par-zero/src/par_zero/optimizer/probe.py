@@ -110,9 +110,8 @@ def _odd_state(clone: Optimizer) -> str | None:
             is_number = isinstance(value, torch.Tensor) and value.numel() <= 1
             if is_number or isinstance(value, int | float | complex | str | None):
                 continue
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.is_floating_point():
-                continue
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dtype == torch.bool:
+            is_per_parameter = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+            if is_per_parameter and (value.is_floating_point() or value.dtype == torch.bool):
                 continue
             kind = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value)
             return f"its state {name!r} of a tensor of shape {tuple(parameter.shape)} is {kind}"

@@ -8,17 +8,6 @@ from .moments import Trace
 from .place import check_least, place
 
 
-def units_at_once(sizes: Mapping[int, int]) -> dict[str, int]:
-    """Return the bytes of the units that must be gathered at the same time: the root, a running unit and the next one.
-
-    Args:
-        sizes: Bytes of each gathered unit, by number; 0 is the root's unit.
-    """
-    # Any two units may follow each other, so the two largest units are the bound.
-    largest = sorted((size for number, size in sizes.items() if number), reverse=True)[:2]
-    return {"the root's unit": sizes.get(0, 0), "two units" if len(largest) > 1 else "one unit": sum(largest)}
-
-
 class Room:
     """The memory for gathered units: the device's budget, less the bytes that stay on the device throughout.
 
@@ -46,9 +35,13 @@ class Room:
         policy: str,
         other: Callable[[], int] | None,
     ) -> None:
+        # The root, a running unit and the next one are gathered at a time. Any two units may follow each other, so the
+        # two largest are the bound.
+        largest = sorted((size for number, size in sizes.items() if number), reverse=True)[:2]
         parts = {
             "parameters": resident["parameters"],
-            **units_at_once(sizes),
+            "the root's unit": sizes.get(0, 0),
+            "two units" if len(largest) > 1 else "one unit": sum(largest),
             **{name: size for name, size in resident.items() if name != "parameters"},
         }
         if sum(parts.values()) > budget:

@@ -147,7 +147,7 @@ class Agreement:
         # numbers of reductions would resume at different chunks.
         compared = self.compare(number, reducer.begun if departed else reducer.count_ready())
         if not departed:
-            reducer.reduce_first(compared.least)
+            reducer.reduce(*reducer.order.numbers[: compared.least])
         elif compared.alike:
             reducer.rejoin()
         else:

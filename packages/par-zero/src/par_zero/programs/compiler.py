@@ -8,7 +8,9 @@ ROOT = 0
 """Number of the unit with the parameters of no other unit. Any code may use them, so it stays to the end of a pass."""
 
 
-def compile_pass(trace: Sequence[PassEvent], outer: Sequence[frozenset[int]], start: frozenset[int]) -> PassProgram:
+def compile_pass(
+    trace: Sequence[PassEvent], outer: Sequence[frozenset[int]], start: frozenset[int], *, prefetches: bool = True
+) -> PassProgram:
     """Return the program of a pass. It gathers each unit one unit ahead, and frees it when the next unit begins.
 
     At most three units are gathered at a time: the root, the unit that runs, and the next unit.
@@ -17,11 +19,13 @@ def compile_pass(trace: Sequence[PassEvent], outer: Sequence[frozenset[int]], st
         trace: Events of the pass, in order.
         outer: Sets of unit numbers, one per unit: the units around it, which are in use while it runs.
         start: Numbers of the units that are gathered when the pass begins, such as after passes under `no_sync`.
+        prefetches: Whether a unit is gathered before the event of the unit before it. False: as in a pass that follows
+            no program. Default: True.
     """
     whole, kept, begun = set(start), set(start), list[int]()
     segments = []
     for place, event in enumerate(trace):
-        following = _next_unit(trace, place)
+        following = _next_unit(trace, place) if prefetches else None
         actions = []
         if event.op == FORWARD:  # the backward before this forward has ended
             begun.clear()

@@ -169,10 +169,6 @@ class Executor:
             # reduction before all ranks are known to end backward.
             self._reducer.reduce_rest()
 
-    def end_reducing(self, flags: Sequence[bool]) -> list[bool]:
-        """End a pass that reduces gradients: see `BackwardHooks.compare`."""
-        return self.end_pass(PassEnd.BACKWARD, flags)
-
     def end_pass(self, end: PassEnd, flags: Sequence[bool] = ()) -> list[bool]:
         """End a pass together with all ranks. All-reduces a few int32 numbers.
 
@@ -313,7 +309,7 @@ class Executor:
                 unit.begin_gathering()
             else:
                 # This rank used the unit while the other ranks freed it. It needs no data, but its shard is needed.
-                unit.take_part()
+                unit.join_gather()
 
     def _free_late(self, current: Pass) -> None:
         for number in [number for number in self._late if not self._is_busy(current, self._units[number])]:

@@ -8,8 +8,8 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..layout.units import RegisteredUnit
-from .compiler import ROOT, compile_pass, over_at, place_reductions
-from .entries import BACKWARD, FORWARD, PassAction, PassEvent, PassProgram, PassSegment
+from .compiler import ROOT, compile_pass, place_reductions
+from .entries import BACKWARD, FORWARD, PassEvent, PassProgram
 from .ledger import HeldMemory, ProgramEntry, ZeroProgram
 
 
@@ -92,8 +92,9 @@ def _program_of(model: RegisteredModel, start: frozenset[int], *, keeps: bool, i
     """
     trace = [event._replace(keeps=keeps) for event in _trace_of(model.units)] if model.units else []
     outer = [unit.outer for unit in model.units]
+    # The ranks compare before each gather of a pass that follows no program, and so prefetch no unit.
     if not is_learned:
-        return _without_program(trace, outer, start)
+        return compile_pass(trace, outer, start, prefetches=False)
     numbers = {name: number for number, name in enumerate(model.trained)}
     chunks = [[numbers[name] for name in numbers if model.sizes.chunks[name].unit == unit.name] for unit in model.units]
     return place_reductions(compile_pass(trace, outer, start), outer, chunks)
@@ -114,23 +115,6 @@ def _trace_of(units: Sequence[RegisteredUnit]) -> list[PassEvent]:
 
     forward = [PassEvent(FORWARD, number) for number, unit in enumerate(units) for _ in range(unit.modules)]
     return forward + [PassEvent(BACKWARD, number) for number in backward(ROOT) for _ in range(units[number].modules)]
-
-
-def _without_program(trace: Sequence[PassEvent], outer: Sequence[frozenset[int]], start: frozenset[int]) -> PassProgram:
-    """Return what a pass does that follows no program: a unit is gathered only when it begins."""
-    whole, begun = set(start), list[int]()
-    segments = []
-    for event in trace:
-        in_use = {ROOT, event.unit, *outer[event.unit]}
-        over = () if event.keeps else over_at(event, sorted(whole), begun, set(start))
-        freed = [unit for unit in over if unit not in in_use]
-        gathered = {event.unit} - whole
-        whole = (whole - set(freed)) | gathered
-        if event.op == BACKWARD and event.unit not in begun:
-            begun.append(event.unit)
-        actions = [PassAction("free", unit) for unit in freed] + [PassAction("gather", unit) for unit in gathered]
-        segments.append(PassSegment(tuple(actions), event))
-    return PassProgram(tuple(segments))
 
 
 class ReductionQueue:

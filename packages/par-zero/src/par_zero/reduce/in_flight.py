@@ -1,7 +1,11 @@
 """Reductions in flight: their collectives, their maximum number, the moment when each continues, and shared memory."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import torch
+
+from par_groups import attributes
 
 from .._collectives import Handle, all_gather, reduce_scatter, scaled_sum
 from ..layout.buffers import Buffers
@@ -26,39 +30,6 @@ class ReductionBuffers:
         """Free all but `kept` free buffers of each kind. Return whether gradient buffers were freed."""
         self.received.keep(self.kept)
         return self.gradients.keep(self.kept)
-
-
-@dataclass
-class EmptyReductions:
-    """Reductions of zeros, which a rank that departs from the agreed order begins for the other ranks.
-
-    Args:
-        handles: The reductions in flight.
-    """
-
-    handles: list[Handle] = field(default_factory=list)
-
-    def begin(self, gradients: ChunkGradients) -> None:
-        """Begin a reduce-scatter of zeros in place of the gradients of a chunk.
-
-        Args:
-            gradients: Gradients of the chunk, which remain unchanged.
-        """
-        flat, shard = gradients.zeros()
-        groups = gradients.chunk.groups
-        handle = reduce_scatter(flat, shard, groups.shards, scale=groups.scale, buffers=Buffers())
-        # A wait for a reduction that has not completed could deadlock: another rank may need the next reduction
-        # before it begins an earlier one. The completed ones free their memory.
-        for completed in [each for each in self.handles if each.is_completed()]:
-            completed.wait()
-            self.handles.remove(completed)
-        self.handles.append(handle)
-
-    def wait(self) -> None:
-        """Wait for all reductions of zeros."""
-        for handle in self.handles:
-            handle.wait()
-        self.handles.clear()
 
 
 @dataclass
@@ -181,3 +152,19 @@ def reduction(gradients: ChunkGradients, buffers: ReductionBuffers) -> Iterator[
     if not chunk.stage.shards_state:
         yield all_gather(whole, shard, groups.shards)
     gradients.offload()
+
+
+def empty_reduction(gradients: ChunkGradients) -> Iterator[Handle]:
+    """Yield the handle of a reduce-scatter of zeros in place of a chunk's gradients, which remain unchanged.
+
+    Args:
+        gradients: Gradients of the chunk.
+    """
+    chunk = gradients.chunk
+    low, high = chunk.share
+    flat = torch.zeros(chunk.layout.size, dtype=chunk.plan.reduce_dtype, device=chunk.device)
+    # The result is not used, but other ranks' reductions need a receiver on this rank.
+    shard = flat.new_empty(high - low)
+    for tensor in (flat, shard):
+        attributes.LABEL.set(tensor, chunk.label)
+    yield reduce_scatter(flat, shard, chunk.groups.shards, scale=chunk.groups.scale, buffers=Buffers())

@@ -41,7 +41,7 @@ from ..layout.gradients import ChunkGradients
 from ..layout.meter import BUFFERS, Meter
 from ..layout.sharers import Sharers
 from .backward import BackwardHooks, BackwardPass, ExpectedGradients, call_on_gradient
-from .in_flight import EmptyReductions, ReductionBuffers, Reductions, is_one_all_reduce, reduction
+from .in_flight import ReductionBuffers, Reductions, empty_reduction, is_one_all_reduce, reduction
 from .order import ReductionOrder
 from .refusals import refuse_another, refuse_arriving, refuse_closed, refuse_given_up, refuse_gradient, refuse_steps
 from .usage import GradientUsage
@@ -101,7 +101,9 @@ class Reducer:
             inflight = 2
         self._reductions = Reductions(inflight)
         self.buffers = ReductionBuffers(Buffers(self.meter), Buffers(self.meter), inflight or 2)
-        self._empty = EmptyReductions()
+        # Reductions of zeros that this rank begins for other ranks when it departs from the program. None waits for
+        # room: another rank may need the next one before it begins an earlier one.
+        self._empty = Reductions(None)
         self._resets: list[dist.ProcessGroup] | None = None
         self._steps = 0  # steps of optimizers between the latest two passes
         for number, chunk in enumerate(chunks):
@@ -152,7 +154,7 @@ class Reducer:
         (begun,) = largest_of([len(current.begun) + (current.empty or 0)], groups, self.usage.device)
         self._begin_first(begun)
         self._reductions.abandon()
-        self._empty.wait()
+        self._empty.finish()
         # A later call, such as in `reset`, must not begin them again.
         current.begun.update(self.order.numbers[:begun])
         current.empty = None
@@ -189,12 +191,13 @@ class Reducer:
         current.empty = current.empty or 0
         count = len(order) if until is None else order.index(until) + 1
         while len(current.begun) + current.empty < count:
-            self._empty.begin(self.gradients[order[len(current.begun) + current.empty]])
+            gradients = self.gradients[order[len(current.begun) + current.empty]]
+            self._empty.begin(empty_reduction(gradients), single=True)
             current.empty += 1
 
     def rejoin(self) -> None:
         """Drop the reductions of zeros, because all ranks have departed. Their gradients are reduced later."""
-        self._empty.wait()
+        self._empty.finish()
         self._pass.empty = None
         self.hold()
 
@@ -210,22 +213,13 @@ class Reducer:
         """
         return chunk.number < 0 or len(self._pass.arrived[chunk.number]) >= self.expected.counts[chunk.number]
 
-    def reduce(self, number: int) -> None:
-        """Reduce a chunk: begin when all chunks before it have begun, and all gradients have arrived that will arrive.
+    def reduce(self, *numbers: int) -> None:
+        """Reduce chunks: each begins when all before it have begun, and all gradients have arrived that will arrive.
 
         Args:
-            number: Number of the chunk. If it is due already, nothing changes.
+            numbers: Numbers of the chunks. For chunks that are due already, nothing changes.
         """
-        self.order.due[number] = None
-        self.begin()
-
-    def reduce_first(self, count: int) -> None:
-        """Reduce the first chunks in the order of the pass, which are ready on all ranks.
-
-        Args:
-            count: Number of chunks.
-        """
-        self.order.due |= dict.fromkeys(self.order.numbers[:count])
+        self.order.due |= dict.fromkeys(numbers)
         self.begin()
 
     def count_ready(self) -> int:
@@ -240,8 +234,7 @@ class Reducer:
     def reduce_rest(self) -> None:
         """Reduce all chunks, because backward has ended."""
         if not self._deferring and self._pass.is_ending:
-            self.order.due |= dict.fromkeys(self.order.numbers)
-            self.begin()
+            self.reduce(*self.order.numbers)
 
     def begin(self) -> None:
         """Begin the reductions of all chunks that are next in the order and ready."""

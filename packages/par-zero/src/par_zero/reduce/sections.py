@@ -88,8 +88,7 @@ class SectionProgram:
         self._reducer.begin()
         if number in self._order.numbers[self._at :]:
             place = self._order.numbers.index(number, self._at) + 1
-            for chunk in [chunk for due in self._due[self._at : place] for chunk in due]:
-                self._reducer.reduce(chunk)
+            self._reducer.reduce(*(chunk for due in self._due[self._at : place] for chunk in due))
             self._at = place
 
     def _arrange(self) -> None:
