@@ -74,6 +74,15 @@ def program_of(text):
     return changed or "".join(blocks), "".join(outputs).splitlines()
 
 
+def test_page_includes_files_only_by_markers_of_the_site():
+    """A formatter of code has turned `--8<--` into an expression, and the site then showed that."""
+    markers = [
+        line for path in (ROOT / "docs").rglob("*.md") for line in path.read_text().splitlines() if "--8" in line
+    ]
+    assert markers
+    assert [line for line in markers if not re.fullmatch(r'--8<-- "[^"]+"', line)] == []
+
+
 def test_every_page_on_a_concept_has_an_example():
     concepts = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs" / "concepts").glob("*.md")}
     assert concepts - {page.id for page in PAGES} == {"concepts/matrix.md"}  # whose content is results

@@ -192,8 +192,8 @@ def plan_budget(sizes: ModelSizes, budget: Budget, *, job: TrainingJob, gloo: bo
     Args:
         sizes: Sizes of the model on this rank.
         budget: Bytes of each tier.
-        job: The job, of which ZeRO stage, precision and microbatches matter here.
-        gloo: Whether it computes on a CPU.
+        job: Training job; only its ZeRO stage, precision and microbatches have an effect.
+        gloo: Whether the ranks compute on CPUs.
         measures: Whether the first step will be measured.
 
     Raises:

@@ -71,12 +71,12 @@ class TensorSlice:
 
     @property
     def steps(self) -> Shape:
-        """The indices in memory from one index of each dim in the files to the next."""
+        """Distance in memory between neighbouring indices of each dim in the files."""
         return (1,) * len(self.shape) if self.step is None else self.step
 
     @property
     def extent_in_memory(self) -> Shape:
-        """The extent on each dim in memory of the rectangle, and of what lies between its elements."""
+        """Extent of the rectangle on each dim in memory, including the gaps between its elements."""
         extent = [1] * len(self.start)
         for dim, size, step in zip(self.dims, self.extent, self.steps, strict=True):
             extent[dim] = (size - 1) * step + 1 if size else 0

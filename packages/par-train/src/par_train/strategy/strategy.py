@@ -102,7 +102,7 @@ class Strategy(StrategyFiles):
     # Before training
 
     def build(self, layers: nn.Sequential | Sequence[Any]) -> nn.Module:
-        """Make a model out of layers, some of them only described. This rank builds the layers of its own stages.
+        """Make a model from layers or descriptions of layers. This rank builds only the layers of its own stages.
 
         Args:
             layers: `nn.Module`s, `par_pipeline.Lazy`, or dict(type="Linear", ...), in order.

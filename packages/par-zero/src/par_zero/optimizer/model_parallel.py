@@ -35,7 +35,7 @@ def check_update_scope(
     *,
     is_sharded: bool,
 ) -> None:
-    """Check that an optimizer's update reads no more than a tensor or pipeline rank has.
+    """Check that an optimizer's update needs no element that is only on other tensor or pipeline ranks.
 
     Args:
         optimizer: The optimizer, before its first step.

@@ -37,7 +37,7 @@ class Collective:
 
 
 class Counted:
-    """What `count_collectives` has seen so far. Every number can be asked for one `op` alone."""
+    """Communication that `count_collectives` has counted so far. Each count can be restricted to one `op`."""
 
     def __init__(self) -> None:
         self._events: list[Collective] = []
