@@ -110,8 +110,9 @@ class Engine:
             offload=offload,
             on_stepped=self._end_step,
         )
-        if self._hooks.disk_tier is not None:
-            self._attend(self._hooks.disk_tier, units)
+        tier = self._hooks.disk_tier
+        if tier is not None:
+            self._attend(tier, units)
         for unit in units:
             unit.on_written = self._follow
         items = called(module)
@@ -126,6 +127,8 @@ class Engine:
             if self._hooks.copies:
                 # This hook comes before the user's hooks, which may read parameters.
                 item.register_forward_pre_hook(torch.compiler.disable(self._hooks.publish_seen), prepend=True)
+            if tier is not None and tier.is_in_backward:
+                item.register_forward_pre_hook(torch.compiler.disable(tier.refuse_forward))
             if self._hooks.arrivals is not None and self._hooks.arrivals.late:
                 item.register_forward_pre_hook(torch.compiler.disable(self._hooks.wait_if_compiled))
         # This comes after the items, because the module may be an item itself.
@@ -134,6 +137,9 @@ class Engine:
     def _attend(self, tier: DiskTier, units: Sequence[Unit]) -> None:
         """Connect the disk tier to passes, to units that are gathered, and to readers of parameters."""
         self._reducer.hooks.at_start.append(tier.prefetch)
+        if tier.is_in_backward:
+            self._reducer.hooks.at_start.append(self._hooks.before_backward)
+            self._reducer.hooks.at_end.append(tier.end_backward)
         if tier.shards.were_given or tier.gradients.were_given:
             # A failed read made gradients NaN, and no step may use them.
             tier.errors.on_lost = partial(self._hooks.drop_gradients, self._trained)
@@ -243,6 +249,9 @@ class Engine:
         """See `par_zero.reset`."""
         self._sharers.calls.note(RESET)
         self._hooks.wait_for_parameters()
+        if self._hooks.disk_tier is not None:
+            # First, because nothing may be stepped by the reductions that other ranks wait for.
+            self._hooks.disk_tier.forget_backward()
         if self._gatherer is not None:
             self._gatherer.executor.fail()
         self._reducer.reset()

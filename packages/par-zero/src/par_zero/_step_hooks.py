@@ -149,7 +149,9 @@ class StepHooks:
         if not offload.in_pieces:
             return None
         device = self._sharers.device_of_flags(chunks[0].device)
-        tier = DiskTier(offload, chunks, [each.optimizer for each in self.optimizers], self._sharers.agreeing, device)
+        optimizers = [each.optimizer for each in self.optimizers]
+        used = self._reducer.usage.has_all_of
+        tier = DiskTier(offload, chunks, optimizers, self._sharers.agreeing, device, used)
         for store in tier.gradient_stores:
             for chunk in store.chunks:
                 self._reducer.gradients[chunk.number].store = store
@@ -183,6 +185,14 @@ class StepHooks:
         self.wait_for_parameters()
         if self.disk_tier is not None:
             self.disk_tier.settle()
+
+    def before_backward(self) -> None:
+        """Prepare steps of pieces within the backward that begins, as `_prepare` does for those that follow it."""
+        for stepped in self.optimizers:
+            self._follow_module_writes(stepped)
+            stepped.watch.begin()  # without pieces, which backward steps
+        if self.disk_tier is not None:
+            self.disk_tier.begin_backward()
 
     def drop_gradients(self, chunks: Sequence[Chunk]) -> None:
         """Drop all gradients of some chunks, those that are not reduced too."""

@@ -69,7 +69,10 @@ class Offload:
         overlap: Whether a step returns when it has stepped what is on the device. A thread then steps the other pieces
             during the next forward, whose reads of parameters wait for their pieces. No gradient is stale and no
             result changes, but step post hooks see the old parameters. On a CPU it requires stage 3. "auto": True,
-            except on a CPU, where the thread would compete with the forward.
+            except on a CPU, where the thread would compete with the forward. "backward", on an accelerator: the thread
+            steps each piece during backward, as soon as its gradient is reduced. You then call `step` once after each
+            backward that is not within `no_sync`, and change neither gradients nor settings in between; gradients
+            cannot be read, so nothing clips them. A backward that raises leaves some parameters updated.
         budget: Bytes of each tier that one rank may use, such as {"device": "80GB", "host": "100GB", "disk": "1TB"}, or
             "80GB" for the device only; on a CPU, bytes of memory. `shard` raises an error if the data does not fit. A
             budget of the device requires stage 3 or a value "auto", and on an accelerator that no tier is given. At
@@ -92,7 +95,7 @@ class Offload:
     piece: int | str = "16MiB"
     ahead: int = 4
     threads: int = 2
-    overlap: bool | Literal["auto"] = "auto"
+    overlap: bool | Literal["auto", "backward"] = "auto"
     budget: Budget | None = None
     policy: str = "next_use"
     other: Callable[[], int] | None = None
@@ -113,8 +116,8 @@ class Offload:
                 raise TypeError(f"{name} is {value!r}; give a whole number, such as {getattr(Offload, name)}")
             if value < 1:
                 raise ValueError(f"{name} is {value}; give 1 or more")
-        if not isinstance(self.overlap, bool) and self.overlap != "auto":
-            raise TypeError(f"overlap is {self.overlap!r}; it can be True, False or 'auto'")
+        if not isinstance(self.overlap, bool) and self.overlap not in ("auto", "backward"):
+            raise TypeError(f"overlap={self.overlap!r}: pass True, False, 'auto' or 'backward'")
         # Both properties raise an error for a wrong value.
         _ = self.piece_bytes, self.budgets
         if not isinstance(self.policy, str):

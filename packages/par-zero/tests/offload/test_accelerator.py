@@ -11,7 +11,7 @@ from torch import nn
 from par_testing import Accelerator, for_each, storm, waits_seen
 from par_zero import Offload, no_sync, residency, shard, summon
 from par_zero.offload.link import DeviceLink
-from par_zero.offload.tier import OffloadedStep
+from par_zero.offload.offloaded import OffloadedStep
 
 from ..helpers import OPTIMIZERS, STAGES, assert_same
 
@@ -48,11 +48,22 @@ class Blocks(nn.Module):
 
 
 def trained(
-    stage, offload=None, *, make="fused", precision=None, microbatches=1, sync=True, limit=None, steps=4, zeros=False
+    stage,
+    offload=None,
+    *,
+    make="fused",
+    precision=None,
+    microbatches=1,
+    sync=True,
+    limit=None,
+    steps=4,
+    zeros=False,
+    schedules_last=False,
+    blocks=Blocks,
 ):
     """Losses, parameters and state after some steps; the host never waits for the device in any of them."""
     torch.manual_seed(0)
-    module = Blocks().to("strict")
+    module = blocks().to("strict")
     optimizer = MAKERS[make](module.parameters())
     group = dist.group.WORLD
     shard(module, optimizer, stage=stage, group=group, offload=offload, overlap={"bucket": 9_000}, precision=precision)
@@ -69,9 +80,12 @@ def trained(
             losses.append(loss.detach())
         if limit is not None:
             pytest.importorskip("par_precision").clip_grad_norm_(optimizer, limit, group)
+        if schedules_last:
+            optimizer.step()
         for each in optimizer.param_groups:
             each["lr"] *= 0.9
-        optimizer.step()
+        if not schedules_last:
+            optimizer.step()
         optimizer.zero_grad(set_to_none=not zeros)
     if limit is None:
         assert not waits_seen()

@@ -96,15 +96,36 @@ def ratios(monkeypatch, cases):
     return [round(each, 2) for each in found]
 
 
-CASES = (0, {}), (2, {}), (3, {}), (3, {"parameters": "host"})
+IN_BACKWARD = {"overlap": "backward"}
+CASES = (
+    (0, {}),
+    (2, {}),
+    (3, {}),
+    (3, {"parameters": "host"}),
+    (0, IN_BACKWARD),
+    (2, IN_BACKWARD),
+    (3, IN_BACKWARD),
+    (3, {"parameters": "host", **IN_BACKWARD}),
+)
 
 
 @pytest.mark.ranks(1, timeout=300, backend="strict", accelerator=Accelerator(costs=COSTS))
 def test_offloaded_step_takes_little_longer_than_without(monkeypatch):
-    assert ratios(monkeypatch, CASES) == [2.02, 1.11, 1.23, 1.24, 1.2]
+    assert ratios(monkeypatch, CASES) == [2.02, 1.11, 1.23, 1.24, 1.2, 1.08, 1.2, 1.2, 1.19]
 
 
 @pytest.mark.ranks(1, timeout=300, backend="strict", accelerator=Accelerator(costs=COSTS))
 def test_offloaded_step_takes_the_same_time_in_each_run(monkeypatch):
     times = [on_host(2, monkeypatch)[1] for _ in range(5)]
     assert times == pytest.approx(times[:1] * 5, rel=1e-9)
+
+
+SLOW = Costs(flops=1e12, memory=1e12, link=1e9, latency=5e-6, launch=1e-6, host=20e9)
+"""A link that is four times slower: each direction takes as long as computing, or longer."""
+
+
+@pytest.mark.ranks(1, timeout=300, backend="strict", accelerator=Accelerator(costs=SLOW))
+def test_step_on_a_slow_link_is_shorter_with_steps_in_backward(monkeypatch):
+    moved = sum(parameter.nbytes for parameter in made().parameters()) / SLOW.link
+    times = [on_host(stage, monkeypatch, **options)[1] / moved for stage, options in CASES]
+    assert [round(each, 2) for each in times] == [2.23, 2.33, 2.39, 2.39, 1.55, 1.64, 1.75, 2.39]

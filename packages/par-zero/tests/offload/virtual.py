@@ -1,8 +1,8 @@
 """Steps in virtual time: the host's arithmetic takes time, and so do waits for the thread that steps."""
 
 from par_testing import host_moment, host_works, own_host_time, wait_until_moment
+from par_zero.offload.offloaded import OffloadedStep
 from par_zero.offload.runner import StepRunner
-from par_zero.offload.tier import OffloadedStep
 
 
 def host_step(size):

@@ -138,6 +138,11 @@ def check_offload(
             "offload has overlap=True, which needs stage 3, where a unit can wait for its step before it is gathered; "
             f"this is stage {stage}; leave overlap out"
         )
+    if offload.overlap == "backward" and (not away or offload.uses_disk or "optimizer" not in offload.offloaded):
+        raise ValueError(
+            f"overlap='backward', optimizer={offload.optimizer!r}: a thread steps pieces during backward only on the "
+            "host of an accelerator, without a disk; pass optimizer='host' or a part of it, or remove overlap"
+        )
     if "device" in offload.budgets and not offload.auto and not STAGES[stage].shards_parameters:
         raise ValueError(
             f"budget={offload.budget!r} needs stage 3, where units are gathered before they run; this is stage "

@@ -5,9 +5,10 @@ step       a thread waits for the copy of each piece, updates it, and copies its
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -31,10 +32,12 @@ class GradientCopy:
     Args:
         event: Event after the copy.
         total: Memory on the device that is copied. It is kept until the stream that computes has waited for `event`.
+        is_applied: Whether a step within backward has the gradients already.
     """
 
     event: torch.Event
     total: torch.Tensor | None
+    is_applied: bool = False
 
     @property
     def bytes(self) -> int:
@@ -48,6 +51,10 @@ class HostGradients:
     Args:
         link: Link to the host.
         pieces: Pieces by chunk, for chunks of which any piece is stepped on the host.
+
+    Attributes:
+        step_in_backward: Function that may step the pieces of a chunk at once, with their gradients, and returns
+            whether it does. None: pieces are stepped after backward.
     """
 
     def __init__(self, link: DeviceLink, pieces: Mapping[Chunk, Sequence[DiskPiece]]) -> None:
@@ -63,6 +70,7 @@ class HostGradients:
         self._copies: dict[Chunk, GradientCopy] = {}
         self._held: deque[GradientCopy] = deque()
         self._largest = 0  # bytes of the largest sum so far
+        self.step_in_backward: Callable[[Chunk, Mapping[DiskPiece, torch.Tensor]], bool] | None = None
 
     @property
     def chunks(self) -> Iterable[Chunk]:
@@ -86,16 +94,22 @@ class HostGradients:
                 for piece in self._pieces[chunk]
             ]
         )
-        self._copies[chunk] = GradientCopy(event=event, total=total)
-        self._held.append(self._copies[chunk])
+        self._copies[chunk] = copy = GradientCopy(event=event, total=total)
+        self._held.append(copy)
+        if self.step_in_backward is not None:
+            copy.is_applied = self.step_in_backward(chunk, self._gradients_of(chunk, event))
 
     def bind(self, chunk: Chunk) -> bool:
         """Set the gradients of the optimizer's tensors, which wait for their copies at their first use."""
         copy = self._copies.pop(chunk)
         self._release(copy)
         self._held = deque(held for held in self._held if held.total is not None)
-        for piece in self._pieces[chunk]:
-            piece.tensor.grad = _in_flight(self._places[piece], piece.tensor, copy.event)
+        if copy.is_applied:
+            for piece in self._pieces[chunk]:
+                piece.tensor.grad = _applied(piece.tensor)
+        else:
+            for piece, gradient in self._gradients_of(chunk, copy.event).items():
+                piece.tensor.grad = gradient
         return True
 
     @torch.no_grad()
@@ -113,6 +127,9 @@ class HostGradients:
                 earlier = self._places[piece]
             part = earlier.view(-1)[start - piece.first : stop - piece.first]
             total[start - low : stop - low] += part.to(total.device, non_blocking=True).to(total.dtype)
+
+    def _gradients_of(self, chunk: Chunk, event: torch.Event) -> dict[DiskPiece, torch.Tensor]:
+        return {piece: _in_flight(self._places[piece], piece.tensor, event) for piece in self._pieces[chunk]}
 
     def _release(self, copy: GradientCopy) -> None:
         """Let the stream that computes wait for a copy, whose memory it may write from then on."""
@@ -147,3 +164,19 @@ def _in_flight(place: torch.Tensor, tensor: nn.Parameter, event: torch.Event) ->
     gradient.__class__ = GradientInFlight
     gradient.arrive = arrive  # type: ignore[attr-defined]
     return gradient
+
+
+def _applied(tensor: nn.Parameter) -> torch.Tensor:
+    """Return a stand-in for the gradient of an optimizer's tensor that a step within backward has used."""
+    gradient = tensor.new_empty(()).expand_as(tensor)
+    gradient.__class__ = GradientInFlight
+    gradient.arrive = _refuse_read  # type: ignore[attr-defined]
+    return gradient
+
+
+def _refuse_read() -> NoReturn:
+    # A norm or a clipped gradient would come too late, and without an error it would be ignored in silence.
+    raise RuntimeError(
+        "Offload(overlap='backward') has applied this gradient during backward, so nothing can read, clip or scale it; "
+        "remove the code that does, or remove overlap"
+    )

@@ -46,8 +46,16 @@ class MemoryLink:
         """Return a context in which a thread uses the link's device."""
         return nullcontext()
 
-    def begin_step(self) -> None:
-        """Allow copies to parameters, because the program's passes so far have no more use for the old values."""
+    def record(self) -> torch.Event | None:
+        """Return an event after all work on the current stream so far. None: nothing needs to wait for it."""
+        return None
+
+    def begin_step(self, event: torch.Event | None) -> None:
+        """Let the copies to parameters that follow wait for the last use of the old values.
+
+        Args:
+            event: Event of `record` after the program's last use.
+        """
 
     def copy_in(self, chunk: Chunk, target: torch.Tensor, source: torch.Tensor) -> None:  # noqa: ARG002 - no event
         """Begin to copy updated values to parameters, rounded to their dtype.
@@ -110,9 +118,16 @@ class DeviceLink(MemoryLink):
         """See `MemoryLink`."""
         return self._module.device(self._device)  # type: ignore[no-any-return]
 
-    def begin_step(self) -> None:
+    def record(self) -> torch.Event | None:
         """See `MemoryLink`."""
-        self.into.wait_event(self._current().record_event())
+        return self._current().record_event()
+
+    def begin_step(self, event: torch.Event | None) -> None:
+        """See `MemoryLink`."""
+        # The thread that copies calls this, between the copies of two chunks. The program may record the events of many
+        # chunks before the thread copies the first one, which must wait for its own event only.
+        if event is not None:
+            self.into.wait_event(event)
 
     def copy_in(self, chunk: Chunk, target: torch.Tensor, source: torch.Tensor) -> None:
         """See `MemoryLink`."""
@@ -147,7 +162,7 @@ class DeviceLink(MemoryLink):
 
     def fetch(self, chunk: Chunk, target: torch.Tensor) -> AbstractContextManager[Any]:
         """See `MemoryLink`."""
-        self.begin_step()
+        self.begin_step(self.record())
         self.copy_in(chunk, target, chunk.own)
         return self._module.stream(self.into)  # type: ignore[no-any-return]
 

@@ -42,6 +42,7 @@ class OffloadPlan:
         shard_slabs: Pinned memory for parameters on the host tier of an accelerator, as `slabs`.
         depth: Number of pieces in memory at a time.
         late: Whether pieces are stepped after the optimizer's own step has returned.
+        in_backward: Whether pieces are stepped when their gradients are reduced, before the optimizer's own step.
     """
 
     chunks: Sequence[ChunkTiers]
@@ -51,6 +52,7 @@ class OffloadPlan:
     shard_slabs: PinnedSlabs | None
     depth: int
     late: bool
+    in_backward: bool = False
 
     @property
     def folder(self) -> str:
@@ -108,7 +110,8 @@ def plan_offload(model: ModelPlan, offload: Offload) -> OffloadPlan:
         shard_slabs=None if is_on_cpu else PinnedSlabs(sum(shards)),
         depth=offload.ahead,
         # On a CPU, a thread would compete with the forward.
-        late=offload.overlap is True or (offload.overlap == "auto" and not is_on_cpu),
+        late=offload.overlap in (True, "backward") or (offload.overlap == "auto" and not is_on_cpu),
+        in_backward=offload.overlap == "backward",
     )
 
 

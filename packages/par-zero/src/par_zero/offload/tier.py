@@ -1,13 +1,14 @@
 """Optimizer steps whose state, parameters or gradients are on a disk, or on the host of an accelerator.
 
 A step calls `fetch`, updates and calls `evict` for one piece after the other (`_step_pieces`). Prefetching starts with
-backward, and the last writes end in the next forward. With a thread, the whole loop runs during the next forward.
+backward, and the last writes end in the next forward. With a thread, the whole loop runs during the next forward, or,
+for chunks whose gradients are reduced, during backward (`_step_in_backward`).
 """
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, cast
 
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from par_groups import SCALARS
+
 from ..layout.chunk import Chunk
 from ..optimizer.apart import SliceSplitter
 from ..optimizer.clone import TensorStepper
@@ -23,6 +26,7 @@ from .errors import DiskErrors
 from .gradients import DiskGradients
 from .host_gradients import HostGradients
 from .link import DeviceLink, HostReads, link_of
+from .offloaded import OffloadedOptimizer, OffloadedStep
 from .piece import DiskPiece, make_piece
 from .plan import OffloadPlan
 from .runner import StepRunner
@@ -50,69 +54,6 @@ class DiskUsage:
     write: float = math.inf
 
 
-@dataclass(eq=False, kw_only=True)
-class OffloadedStep:
-    """One step of an optimizer's pieces, with all inputs as they were when it began.
-
-    Args:
-        stepper: Steps one tensor as the optimizer would.
-        splitter: Splits slices whose parameters have different step counts.
-        order: Values of each piece that has a gradient, in the order of the step.
-        reads: Copies to the host of tensors that the stepper uses.
-    """
-
-    stepper: TensorStepper
-    splitter: SliceSplitter
-    order: Mapping[DiskPiece, PieceValues]
-    reads: HostReads
-
-    def update_(self, piece: DiskPiece, fetched: PieceValues) -> None:
-        """Update a piece that is in memory."""
-        gradient = cast("torch.Tensor", fetched.gradient)  # the order of a step has only pieces with a gradient
-        split = self.splitter.take(piece.tensor, gradient, fetched.state)
-        if split is None:
-            # The program may drop `piece.tensor.grad` while a thread steps, so a tensor of the same memory has its own.
-            stepped = nn.Parameter(piece.tensor.detach())
-            stepped.grad = gradient
-            self.stepper.step(stepped, piece.group, fetched.state)
-        else:
-            for part in split.parts:
-                self.stepper.step(part.tensor, piece.group, part.state)
-            split.join_()
-
-
-@dataclass(eq=False, kw_only=True)
-class OffloadedOptimizer:
-    """An optimizer, its pieces, and its latest step.
-
-    Args:
-        optimizer: The optimizer.
-        pieces: All of its pieces, in the order of a step.
-        order: The pieces of its latest step, in order. The next step is expected to have the same.
-        hidden: Gradients that the optimizer's own step must not see, because its pieces are stepped elsewhere.
-        step: The step that has not ended yet.
-    """
-
-    optimizer: Optimizer
-    pieces: list[DiskPiece]
-    order: Sequence[DiskPiece] = ()
-    hidden: list[tuple[nn.Parameter, torch.Tensor | None]] = field(default_factory=list)
-    step: OffloadedStep | None = None
-
-    def show_gradients(self) -> None:
-        """Set the hidden gradients again, unless the program has set new ones."""
-        for tensor, gradient in self.hidden:
-            if tensor.grad is None:
-                tensor.grad = gradient
-        self.hidden = []
-
-    def end_step(self) -> None:
-        """Apply the settings that the step has changed, once for all pieces."""
-        if self.step is not None:
-            self.step.stepper.apply_changes_()
-            self.step = None
-
-
 class DiskTier:
     """The part of optimizers, parameters and gradients that a rank steps piece by piece.
 
@@ -124,6 +65,7 @@ class DiskTier:
         optimizers: All optimizers, which methods name by number.
         groups: Process groups whose ranks raise errors of disks and step threads together.
         device: Device of the all-reduces over these groups.
+        has_all_gradients: Function that returns whether this rank has gradients of all parameters of a chunk.
 
     Attributes:
         link: Link between the device and its host.
@@ -136,6 +78,7 @@ class DiskTier:
         optimizers: Sequence[Optimizer],
         groups: Sequence[dist.ProcessGroup],
         device: torch.device,
+        has_all_gradients: Callable[[Chunk], bool],
     ) -> None:
         # Without a file, no piece, shard or gradient is on a disk, so nothing reads or writes it.
         disk = cast("Disk", plan.disk)
@@ -173,6 +116,10 @@ class DiskTier:
         if isinstance(self.link, DeviceLink):
             self._host_gradients = HostGradients(self.link, on_host)
             self.gradient_stores.append(self._host_gradients)
+            if plan.in_backward:
+                self._host_gradients.step_in_backward = self._step_in_backward
+        self._has_all_gradients = has_all_gradients
+        self.is_in_backward = plan.in_backward
         size = max((piece.size for piece in self._pieces if not piece.in_memory), default=0)
         self._swapper = StateSwapper(disk, size, plan.depth, self.errors, self.runner.finish_piece, self.link)
         self._stepped: list[OffloadedOptimizer] = []  # in the order of their steps since the latest backward began
@@ -273,6 +220,7 @@ class DiskTier:
 
     def drop_hidden_gradients(self, owner: int) -> None:
         """Drop the gradients that stay hidden after an optimizer's own step has failed: the program drops them."""
+        self._optimizers[owner].check_is_stepped("zero_grad() is called")
         self._optimizers[owner].hidden = []
 
     @torch.no_grad()
@@ -290,6 +238,56 @@ class DiskTier:
             self._stepped = []
             self._swapper.follow({piece: PieceValues(state=own.optimizer.state[piece.tensor]) for piece in own.order})
 
+    def begin_backward(self) -> None:
+        """Allow the steps of pieces within the backward that begins."""
+        for own in self._optimizers:
+            own.begin_backward()
+
+    def refuse_forward(self, *_: object) -> None:
+        """Raise before a forward between backward and step, which would read parameters while a thread updates them."""
+        for own in self._optimizers:
+            own.check_is_stepped("a forward begins")
+
+    def end_backward(self, *, reduced: bool) -> None:
+        """Expect the optimizers' own steps next. All ranks expect them, whichever pieces they have stepped.
+
+        Args:
+            reduced: Whether backward has reduced gradients.
+        """
+        for own in self._optimizers:
+            own.awaits_step = own.awaits_step or (reduced and own.stepper is not None)
+
+    def forget_backward(self) -> None:
+        """Expect no steps of the optimizers, because a backward has failed."""
+        for own in self._optimizers:
+            own.stepper, own.awaits_step = None, False
+            own.drop_applied()
+
+    @torch.no_grad()
+    def _step_in_backward(self, chunk: Chunk, gradients: Mapping[DiskPiece, torch.Tensor]) -> bool:
+        """Start to step the pieces of a chunk, whose gradients are on their way to the host.
+
+        Returns:
+            Whether they are stepped. If a parameter of the chunk has no gradient on this rank, or has been stepped less
+            often than another, they are not: the optimizer's own step finds out how to step them.
+        """
+        own = self._optimizers[chunk.plan.owner]
+        states = {piece: own.optimizer.state[piece.tensor] for piece in gradients}
+        if own.stepper is None or not self._has_all_gradients(chunk) or any(SCALARS in s for s in states.values()):
+            return False
+        # A unit that is freed later would copy what its forward wrote over the updated shard.
+        if chunk.stage.shards_parameters and chunk.may_be_written:
+            return False
+        if own.applied & gradients.keys():
+            raise RuntimeError(
+                f"a gradient of {chunk.name!r} has arrived after Offload(overlap='backward') had stepped with the "
+                "others; use torch.utils.checkpoint with use_reentrant=False, or remove overlap"
+            )
+        order = {piece: PieceValues(state=states[piece], gradient=gradients[piece]) for piece in gradients}
+        own.applied.update(order)
+        self._run(own, OffloadedStep(stepper=own.stepper, splitter=None, order=order, reads=HostReads()))
+        return True
+
     @torch.no_grad()
     def step(self, owner: int, splitter: SliceSplitter) -> None:
         """Step an optimizer's pieces, or prepare their step for a thread.
@@ -304,10 +302,11 @@ class DiskTier:
         own = self._optimizers[owner]
         optimizer = own.optimizer
         self.shards.drop_reads()
+        reads = HostReads()
+        stepper = own.take_stepper() or TensorStepper(optimizer, reads.begin)
+        own.drop_applied()
         gradients = {piece: piece.tensor.grad for piece in own.pieces if piece.tensor.grad is not None}
         own.hidden += [(piece.tensor, gradient) for piece, gradient in gradients.items()]
-        reads = HostReads()
-        stepper = TensorStepper(optimizer, reads.begin)
         if reads.has_begun or not stepper.is_skipped:  # if copies are under way, the step finds out itself
             order = {
                 piece: PieceValues(state=optimizer.state[piece.tensor], gradient=gradient)
@@ -332,7 +331,7 @@ class DiskTier:
 
     def _run(self, own: OffloadedOptimizer, step: OffloadedStep) -> None:
         """Step the pieces of an optimizer, or start that in the thread."""
-        self.link.begin_step()
+        last_use = self.link.record()
 
         @torch.inference_mode(mode=False)  # tensors of inference mode have no versions
         @torch.no_grad()
@@ -342,6 +341,7 @@ class DiskTier:
 
         def step_all() -> None:
             try:
+                self.link.begin_step(last_use)
                 step.reads.wait()
                 if step.stepper.is_skipped:
                     return

@@ -68,6 +68,16 @@ class TensorStepper:
         found_inf = vars(self._model).get("found_inf")
         return found_inf is not None and bool(found_inf)
 
+    def find_change(self) -> str | None:
+        """Return the name of a setting that a program has changed since this object was made. None: no setting."""
+        for before, after in zip(self._settings, self._optimizer.param_groups, strict=True):
+            for key in (before.keys() | after.keys()) - {"params", "param_names"}:
+                if key not in before or key not in after or _differ(before[key], after[key]):
+                    return key
+        # torch's GradScaler sets these attributes for the time of a step.
+        scaled = (key for key in ("found_inf", "grad_scale") if getattr(self._optimizer, key, None) is not None)
+        return next(scaled, None)
+
     def step(self, tensor: nn.Parameter, number: int, state: dict[str, Any]) -> None:
         """Run the optimizer's step for one tensor.
 

@@ -45,6 +45,10 @@ class GradientUsage:
         """Whether all members have a gradient, as far as this rank knows."""
         return all(map(all, self._anywhere))
 
+    def has_all_of(self, chunk: Chunk) -> bool:
+        """Return whether this rank has gradients of all members of a chunk, so that no rank skips any of them."""
+        return all(self._here[chunk.number])
+
     @property
     def device(self) -> torch.device:
         """Device of flags that the host reads."""
