@@ -1,5 +1,7 @@
 """Ranks that make different calls: all of them raise an error with both calls, before any timeout."""
 
+import logging
+import re
 import time
 from datetime import timedelta
 
@@ -107,8 +109,15 @@ def test_timeout_names_the_line_of_the_rank_that_does_not_come():
     if dist.get_rank() == 1:
         time.sleep(8)  # stands for a rank that has no more batches
         return
-    with pytest.raises(RuntimeError, match=r"has waited for rank 1, which is at .*test_calls.py:\d+"):
+    calls._LOOKS_BEFORE_NOTICE = 3
+    text = r"rank 0 begins a forward and waits for rank 1, which is at .*test_calls.py:\d+"
+    warned = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warned.append(record.getMessage())
+    logging.getLogger(calls.__name__).addHandler(handler)
+    with pytest.raises(RuntimeError, match=text):
         train(module, optimizer, [[batch(1, width=8)]])
+    assert re.search(text, *warned)
 
 
 @for_each(stage=(1, 3))

@@ -11,12 +11,13 @@ others' records.
 """
 
 import json
+import logging
 import re
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -34,6 +35,11 @@ RESET = "calls par_zero.reset"
 
 _PERIOD = 5.0
 """Seconds between two looks."""
+
+_LOOKS_BEFORE_NOTICE = 12
+"""Number of looks, a minute, after which a rank that waits logs a warning about a rank that is elsewhere."""
+
+_logger = logging.getLogger(__name__)
 
 _REMEDY = (
     "make the same calls on all ranks: decide to leave out a pass or a step by a value that all ranks share, such as "
@@ -64,6 +70,7 @@ class CallWatch:
         self._period = _PERIOD
         self._thread = 0  # number of the thread that makes the calls; 0: no call was made
         self._seen: tuple[int, int] | None = None  # at the last look
+        self._looks = 0  # since the latest call
         self._peers: dict[int, dict[str, Any]] = {}  # records of ranks that stood still at the last look
         self._verdict: str | None = None
         self._resets = 0
@@ -123,39 +130,43 @@ class CallWatch:
             verdict = self._verdict or self._read("verdict")
             if verdict:
                 return RuntimeError(verdict)
-            others = [(rank, self._read(f"records/{rank}")) for rank in self._near()]
+            text = self._wait_text(self._read_records())
         except RuntimeError:  # the store is gone with the process that had it
             return error
-        for rank, text in others if re.search("timed? ?out", str(error), re.IGNORECASE) else ():
-            record = json.loads(text or "{}")
-            if text is None or record["waits"] or record["agreed"] != self._agreed:
-                continue
-            calls = record["calls"]
-            return RuntimeError(
-                f"rank {self._ranks[self._rank]} {_last(self.calls)} and has waited for rank {self._ranks[rank]}, "
-                f"which is at {record['at']} and {_last(calls)} last ({error!s:.100}); {_REMEDY}"
-            )
-        return error
+        is_timeout = re.search("timed? ?out", str(error), re.IGNORECASE)
+        return RuntimeError(f"{text} ({error!s:.100})") if text and is_timeout else error
+
+    def _wait_text(self, records: Mapping[int, Mapping[str, Any]]) -> str | None:
+        """Return the text about a rank that stands still outside of collectives of par-zero; None if there is none."""
+        for rank, record in records.items():
+            if record["agreed"] == self._agreed and not record["waits"]:
+                return (
+                    f"rank {self._ranks[self._rank]} {_last(self.calls)} and waits for rank {self._ranks[rank]}, which "
+                    f"is at {record['at']} and {_last(record['calls'])} last; {_REMEDY}"
+                )
+        return None
 
     def _look(self) -> bool:
         """Look whether this rank stands still, and whether the ranks have parted. Return whether the watch ends."""
         now = (self._agreed, len(self.calls))
         if now != self._seen:
-            self._seen = now
+            self._seen, self._looks = now, 0
             self._peers = {}
             return False
+        self._looks += 1
         waits, at = _place_of(self._thread)
         mine = {"agreed": self._agreed, "calls": list(self.calls), "waits": waits, "at": at}
         try:
             self._store.set(f"records/{self._rank}", json.dumps({**mine, "look": time.time()}))
-            read = {rank: self._read(f"records/{rank}") for rank in self._near()}
             verdict = self._read("verdict")
-            before, self._peers = self._peers, {rank: json.loads(text) for rank, text in read.items() if text}
+            before, self._peers = self._peers, self._read_records()
             for rank, record in self._peers.items():
                 # A record that is older than the last look may be from before calls that its rank makes now.
                 if verdict is None and rank in before and before[rank]["look"] < record["look"]:
                     verdict = self._verdict_on(mine, rank, record)
             if verdict is None:
+                if waits and self._looks == _LOOKS_BEFORE_NOTICE and (text := self._wait_text(self._peers)):
+                    _logger.warning("%s", text)
                 return False
             # All ranks raise the text that came first.
             self._verdict = self._store.compare_set("verdict", "", verdict).decode()
@@ -197,6 +208,11 @@ class CallWatch:
         size = len(self._ranks)
         steps = [1 << power for power in range((size - 1).bit_length())]
         return [(self._rank + step) % size for step in steps]
+
+    def _read_records(self) -> dict[int, dict[str, Any]]:
+        """Return the records of some ranks that stand still."""
+        read = {rank: self._read(f"records/{rank}") for rank in self._near()}
+        return {rank: json.loads(text) for rank, text in read.items() if text}
 
     def _read(self, key: str) -> str | None:
         """Return a text of the store, or None. It never waits for the text."""
