@@ -18,7 +18,10 @@ THERE = {"par-precision": {"triton"}, "par-layers": {"transformers"}}
 KEYWORDS = {"par_tokens"}
 """Keyword arguments that par-layers adds to the forward of a model; par-train passes them."""
 
-SET_BY_NAME = {"par_sharding", "par_segments", "par_gradient_elsewhere", "par_pretrained", "par_label", "par_has_alias"}
+SET_BY_NAME = {
+    *("par_sharding", "par_segments", "par_gradient_elsewhere", "par_pretrained", "par_label", "par_has_alias"),
+    "par_exact_gradients",
+}
 """Attributes that every package reads and sets through par-groups, so that only par-groups spells their names."""
 
 CUDA_ONLY = {

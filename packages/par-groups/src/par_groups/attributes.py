@@ -69,6 +69,9 @@ KEEP_DTYPE: Attribute[tuple[str, ...]] = Attribute("par_keep_dtype")
 PRETRAINED: Attribute[Any] = Attribute("par_pretrained")
 """The Hugging Face Transformers model of which a module, such as a pipeline stage, holds parameters; None: no model."""
 
+EXACT_GRADIENTS: Attribute[bool] = Attribute("par_exact_gradients")
+"""Whether backward returns the gradients of a module's parameters in fp64, as multiples of the grid of `on_grid`."""
+
 # On classes: methods that par-diagnosis calls if it finds `self` in the stack of a program that hangs
 
 DOING: Attribute[Callable[[Any], str]] = Attribute("par_doing")

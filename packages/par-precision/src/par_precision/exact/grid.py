@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from par_groups import EXACT_LIMIT, on_grid
+from par_groups import EXACT_LIMIT, attributes, on_grid
 
 
 class GridHooks:
@@ -31,6 +31,9 @@ class GridHooks:
                 # microbatches up before it accumulates, and sums of numbers off the grid would depend on their order.
                 parameter.register_hook(self._hook_of(name))
         for owner, names in _sharing(module).items():
+            # A view has no `grad_dtype` of its own: autograd would round its gradient to the parameter's dtype.
+            if attributes.EXACT_GRADIENTS.of(owner):
+                continue
             hooks = {own: self._hook_of(name) for own, name in names.items()}
             # Not a forward hook: a pipeline that splits backward would compute the gradient of an unchanged linear
             # layer itself, later, and add it to the gradients of other uses before any hook sees it.

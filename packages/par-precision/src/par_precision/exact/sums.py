@@ -20,6 +20,14 @@ if TYPE_CHECKING:
     from .._optimizer import MixedOptimizer
 
 
+MARGIN = 16.0
+"""Number by which losses are divided further, so that a gradient may become as many times larger from step to step.
+
+The scale of a loss comes from the step before. A spike of the loss would otherwise leave the range of exact sums, which
+ends a run.
+"""
+
+
 class TotalWeights(LossWeights):
     """Weights of losses whose gradients are summed over data ranks rather than averaged.
 
@@ -60,7 +68,13 @@ class TotalWeights(LossWeights):
                 dist.all_reduce(first, dist.ReduceOp.MAX, group=self._group)  # one fp64 number
             self.expect(float(first))
         self.number += 1
-        return super().count(1.0 if weight is None else weight)
+        factor = super().count(1.0 if weight is None else weight)
+        return None if factor is None else factor / MARGIN
+
+    def divide_(self, totals: Tensor) -> Tensor | None:
+        """End a step, and return the divisor of gradients whose losses `count` has scaled."""
+        divisor = super().divide_(totals)
+        return None if divisor is None else divisor / MARGIN
 
     def mean_of(self, weight: Tensor, ranks: Tensor) -> Tensor:
         """Return the sum of the weights of all data ranks. Tensor and sequence ranks have given theirs as well."""
