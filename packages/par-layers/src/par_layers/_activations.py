@@ -56,9 +56,10 @@ class LayerSetOperations:
         Without that axis it splits nothing, so a model can pass documents there, too. Splits are multiples of the ranks
         that sequence parallelism uses.
         """
-        rules = self.rules
-        multiple = self.grid.size(rules.residual.sequence)
-        return Context(self.grid.groups if rules.residual.context else None, multiple=multiple)
+        rules, groups = self.rules, self.grid.groups
+        if rules.lanes.sequence > 1:
+            return Context(groups, lanes=rules.lanes)
+        return Context(groups if rules.residual.context else None, multiple=self.grid.size(rules.residual.sequence))
 
     def attention(
         self,

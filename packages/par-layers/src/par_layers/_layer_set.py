@@ -82,7 +82,7 @@ def layer_set(
     # One device has a grid, too: its parameters are replicas of those of other data-parallel ranks.
     grid = Grid(groups)
     # More lanes than one on one device, too: it must compute in the same parts as several ranks.
-    if lanes is not None and lanes.tensor > 1:
+    if lanes is not None and lanes.in_layers:
         rules = rules_in_lanes(mode, grid, given, lanes)
     else:
         rules = rules_of(mode, grid, given)
@@ -95,6 +95,8 @@ def layer_set(
             )
         if "sequence" in unknown:
             rules = _over_context(rules, grid.larger(groups.topology.leaves("sequence")))
+    if rules.lanes.sequence > 1:
+        rules = _over_context(rules, ("sequence",))  # also on one rank, where attention consists of lanes, too
     return LayerSet(mode, grid, rules, debug=debug)
 
 
@@ -142,7 +144,7 @@ class LayerSet(LayerSetOperations):
             init: Init rule of the weight; default: torch.nn.Linear's, uniform in +-1/sqrt(K).
         """
         check_divides(out_features, self.rules.column.rows, self.grid, "out_features")
-        check_lanes(out_features, self.rules.lanes.tensor, "out_features")
+        check_lanes(out_features, self.rules.lanes, "out_features")
         rows = [Rows(length=out_features, axes=self.rules.column.rows)]
         column = self._column(rows, in_features, bias, init, then=self.rules.to_residual)
         return self._made(column, self.rules.residual, self.rules.residual)
@@ -169,9 +171,9 @@ class LayerSet(LayerSetOperations):
             init: Init rule of the weight; default: torch.nn.Linear's, uniform in +-1/sqrt(K).
         """
         rows = block_rows(out_features, blocks, unit, self.rules.column.rows, self.grid)
-        check_head(unit if unit > 1 else HEAD, self.rules.lanes.tensor)
+        check_head(unit if unit > 1 else HEAD, self.rules.lanes)
         for run in rows:
-            check_lanes(run.length, self.rules.lanes.tensor, "a block of out_features")
+            check_lanes(run.length, self.rules.lanes, "a block of out_features")
             if run.sum_over and self.rules.lanes.tensor > 1:
                 raise ValueError(
                     f"a block of {run.length} features has fewer units of {unit} than tensor ranks, which would add "
@@ -193,7 +195,7 @@ class LayerSet(LayerSetOperations):
         """
         rules = self.rules
         check_divides(out_features, rules.row.rows, self.grid, "out_features")
-        check_lanes(in_features, rules.lanes.tensor, "in_features")
+        check_lanes(in_features, rules.lanes, "in_features")
         row = ParallelLinear(
             [Rows(length=out_features, axes=rules.row.rows)],
             in_features,
@@ -337,8 +339,11 @@ class LayerSet(LayerSetOperations):
         """
         if self.mode not in (None, "1d") and self.rules != ModeRules():
             raise ValueError(f"mode={self.mode!r}: experts need mode '1d' or one device; use layer_set('1d', groups)")
-        if self.rules.lanes.tensor > 1:
-            raise ValueError("experts have no products in lanes so far; use one tensor lane with numerics='canonical'")
+        if self.rules.lanes.in_layers:
+            raise ValueError(
+                "experts have no products in lanes so far; use one tensor and one sequence lane with "
+                "numerics='canonical'"
+            )
         made = make_moe(
             hidden_size,
             intermediate_size,
@@ -381,7 +386,7 @@ class LayerSet(LayerSetOperations):
             tied: Embedding of this layer set whose table is the weight; None for a weight of its own.
             init: Init rule of an own weight; default: uniform in +-1/sqrt(h).
         """
-        check_lanes(vocabulary, self.rules.lanes.tensor, "the vocabulary")
+        check_lanes(vocabulary, self.rules.lanes, "the vocabulary")
         made = ParallelVocabClassifier(hidden, vocabulary, self.rules, self.grid, tied=tied, init=init)
         return self._made(made, self.rules.residual, self.rules.inner)
 

@@ -36,6 +36,15 @@ def gpt(strategy):
     return GPT(strategy.layers, vocabulary=128, width=128, heads=4, depth=2, length=TIME, tied=True)
 
 
+def dropping_gpt(strategy):
+    return GPT(strategy.layers, vocabulary=128, width=128, heads=4, depth=2, length=TIME, dropout=0.1)
+
+
+def dropping_gpt2(_):
+    config = GPT2Config(vocab_size=128, n_embd=128, n_layer=2, n_head=4, n_positions=TIME, attn_pdrop=0.0)
+    return GPT2LMHeadModel(config).train()
+
+
 def batch_of(step):
     """Rows of which each lane has one, with a different number of labels in each lane."""
     ids = torch.randint(0, 128, (LANES["data"], TIME), generator=torch.Generator().manual_seed(step))
@@ -45,7 +54,19 @@ def batch_of(step):
     return ids, labels
 
 
-def digest(parallel, make=llama, *, zero=0, schedule=None, precision="fp32", lanes=LANES, steps=3):
+def digest(
+    parallel,
+    make=llama,
+    *,
+    zero=0,
+    schedule=None,
+    precision="fp32",
+    lanes=LANES,
+    steps=3,
+    resume_from=None,
+    save_to=None,
+):
+    """The digest after some steps, with a checkpoint before the first or after the last of them."""
     pipeline = {} if schedule is None else {"pipeline": {"schedule": schedule}}
     options = {"clip_norm": 0.5, "precision": precision, "numerics": "canonical", **pipeline}
     with Strategy(parallel=parallel, zero=zero, lanes=lanes, **options) as strategy:
@@ -56,9 +77,10 @@ def digest(parallel, make=llama, *, zero=0, schedule=None, precision="fp32", lan
             model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
         )
         ranks, rank = strategy.groups.size(strategy.data_axes), strategy.groups.rank(strategy.data_axes)
-        for step in range(steps):
+        first = 0 if resume_from is None else strategy.checkpoints(resume_from).resume()
+        for step in range(first, steps):
             ids, labels = (rows.chunk(ranks)[rank] for rows in batch_of(step))
-            if make is gpt:
+            if make in (gpt, dropping_gpt):
                 loss = lambda logits, target: (  # noqa: E731
                     strategy.layers.cross_entropy(logits, target, classes=128, reduction="sum"),
                     (target != -100).sum(),
@@ -70,6 +92,8 @@ def digest(parallel, make=llama, *, zero=0, schedule=None, precision="fp32", lan
             optimizer.step()
             optimizer.zero_grad()
             lrs.step()
+        if save_to is not None:
+            strategy.checkpoints(save_to).save(steps)
         return str(strategy.digest(model))
 
 
@@ -108,6 +132,44 @@ def test_two_tensor_ranks_have_the_bits_of_data_ranks(make, precision):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_four_ranks_have_one_digest(precision):
     assert_one_digest(FOUR, precision=precision)
+
+
+@pytest.mark.storm
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("make", [dropping_gpt, dropping_gpt2])
+def test_dropout_over_tensor_ranks_has_one_digest(make):
+    assert_one_digest([*TWO, ({"pipeline": 2}, {"schedule": "1f1b"})] if make is dropping_gpt2 else TWO, make)
+
+
+@pytest.mark.ranks(2)
+def test_adapters_over_tensor_ranks_have_one_digest(tmp_path):
+    peft = pytest.importorskip("peft")
+    if torch.distributed.get_rank() == 0:
+        llama(None).save_pretrained(tmp_path)
+    torch.distributed.barrier()
+    found = set()
+    for parallel in ({}, TENSOR[2]):
+        with Strategy(parallel=parallel, numerics="canonical", lanes=LANES, clip_norm=0.5) as strategy:
+            adapter = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.1)
+            model = strategy.from_pretrained(tmp_path, adapter=adapter)
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            model, optimizer = strategy.initialize(model, torch.optim.AdamW(trained, lr=1e-2))
+            model.train()
+            ranks, rank = strategy.groups.size(strategy.data_axes), strategy.groups.rank(strategy.data_axes)
+            for step in range(2):
+                ids, labels = (rows.chunk(ranks)[rank] for rows in batch_of(step))
+                strategy.execute_pipeline(iter([{"input_ids": ids, "labels": labels}]), model, None, optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
+            found.add(str(strategy.digest(model)))
+    assert len(found) == 1
+
+
+@pytest.mark.ranks(2)
+def test_run_that_resumes_on_other_tensor_ranks_has_the_same_bits(tmp_path):
+    expected = digest({}, steps=4)
+    digest(TENSOR[2], zero=1, steps=2, save_to=tmp_path / "run")
+    assert digest(SEQUENCE[2], zero=3, steps=4, resume_from=tmp_path / "run") == expected
 
 
 @pytest.mark.storm
@@ -171,5 +233,5 @@ def test_dropout_in_tensor_lanes_is_refused():
     config = LlamaConfig(**SIZES, intermediate_size=128, num_key_value_heads=4, attention_dropout=0.1)
     model = LlamaForCausalLM(config)
     options = {"numerics": "canonical", "lanes": LANES}
-    with Strategy(**options) as strategy, pytest.raises(ValueError, match="tensor ranks draw for their own features"):
+    with Strategy(**options) as strategy, pytest.raises(ValueError, match="ranks draw for their own"):
         strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -34,6 +34,11 @@ class LaneCounts:
             if type(number) is not int or number < 1:
                 raise ValueError(f"lanes: {each.name}={number!r} must be a positive integer, such as 8")
 
+    @property
+    def in_layers(self) -> bool:
+        """Whether layers compute in several parts, not only batches."""
+        return self.tensor > 1 or self.sequence > 1
+
     def check(self, topology: Topology) -> None:
         """Check that the ranks of a topology divide the lanes.
 
@@ -41,21 +46,32 @@ class LaneCounts:
             topology: A topology of `Topology.from_config`, or another one with an axis "data".
 
         Raises:
-            ValueError: A number of ranks does not divide its lanes, or leaves a tensor rank no power of two of them.
+            ValueError: A number of ranks does not divide its lanes, a tensor or sequence rank has lanes that are no
+                subtree of all lanes, or the mode of the axis "sequence" is not "gather".
         """
         replicas = topology.size(data_axes(topology))
         if self.data % replicas:
             raise ValueError(
                 f"lanes={self.data}: they do not divide among {replicas} data ranks; pass a multiple of {replicas}"
             )
-        ranks = topology.size("tensor") if "tensor" in (*topology.axes, *topology.products) else 1
-        each, rest = divmod(self.tensor, ranks)
-        # The sums over tensor lanes form a binary tree. A rank can compute its part of the tree only if its lanes are
-        # the leaves of one subtree.
-        if rest or (ranks > 1 and each & (each - 1)):
+        for name, lanes in (("tensor", self.tensor), ("sequence", self.sequence)):
+            ranks = topology.size(name) if name in (*topology.axes, *topology.products) else 1
+            each, rest = divmod(lanes, ranks)
+            # Sums over these lanes form a binary tree. A rank can compute its part of the tree only if its lanes are
+            # the leaves of one subtree. Losses over sequence ranks are multiplied by the number of ranks, which is
+            # exact only for powers of two.
+            is_tree = each & (each - 1) == 0 and (name == "tensor" or ranks & (ranks - 1) == 0)
+            if rest or (ranks > 1 and not is_tree):
+                raise ValueError(
+                    f"lanes: {name}={lanes} must be a power of two times the {ranks} {name} ranks; pass "
+                    f"lanes=dict(data={self.data}, {name}={ranks}), or a larger one, to all runs that you compare"
+                )
+        mode, options = topology.modes.get("sequence", ("gather", {}))
+        if mode != "gather" or options.get("split", "auto") not in ("auto", "contiguous"):
             raise ValueError(
-                f"lanes: tensor={self.tensor} must be a power of two times the {ranks} tensor ranks; pass "
-                f"lanes=dict(data={self.data}, tensor={ranks}), or a larger one, to all runs that you compare"
+                f"sequence mode {mode!r} {dict(options)} with lanes: ranks have contiguous lanes, and gather all keys, "
+                "since every other mode adds in an order that no other topology has; use "
+                f"sequence=dict(size={topology.size('sequence')}, mode='gather')"
             )
 
 

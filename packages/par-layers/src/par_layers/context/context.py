@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from par_groups import ProcessGroups
+from par_groups import LaneCounts, ProcessGroups
 
 from .._tensor_cache import TensorCache
 from .._torch_private import disable_dynamo, is_any_autocast_enabled
@@ -28,6 +28,7 @@ from .existing.transformers import local_batch, prepare, whole_batch
 from .kernels.choose import check_kernel
 from .mask import Mask
 from .modes.attention import PLANS, SequenceAttention, name_of
+from .modes.lanes import LaneAttention
 from .tokens import Documents, Tokens
 
 MODES = ("gather", "ring", "ulysses", "2d")
@@ -55,6 +56,11 @@ class Context:
         block: Maximum number of queries of a piece with a mask, and minimum number of tokens of a chunk.
         multiple: Divisor of the number of tokens of a rank, for layers that split them further. A layer set passes the
             number of its sequence-parallel ranks.
+        lanes: Numbers of lanes, for attention whose bits do not depend on the number of ranks. It gathers keys, ranks
+            have contiguous tokens, and `multiple` follows from the lanes. Default: ordinary attention.
+
+    Attributes:
+        is_split: Whether attention consists of parts, of several ranks or lanes.
 
     Raises:
         ValueError: The mode or split is unknown, `block` or `multiple` is no positive number, or the topology has no
@@ -76,6 +82,7 @@ class Context:
         kernel: str = "auto",
         block: int = 512,
         multiple: int = 1,
+        lanes: LaneCounts | None = None,
     ) -> None:
         check_kernel(kernel)
         if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
@@ -96,7 +103,14 @@ class Context:
         self.ranks = 1 if groups is None else groups.size(axis)
         self.rank = 0 if groups is None else groups.rank(axis)
         self._groups = groups
-        self._attend = SequenceAttention(groups, axis, self.mode, options, kernel=kernel, block=block)
+        self._attend: SequenceAttention | LaneAttention
+        if lanes is None:
+            self._attend = SequenceAttention(groups, axis, self.mode, options, kernel=kernel, block=block)
+        else:
+            # A rank may split its tokens further among tensor ranks; rows are padded alike with and without these.
+            self.how, self.multiple = "contiguous", lanes.sequence // self.ranks * lanes.tensor
+            self._attend = LaneAttention(groups, axis, lanes, kernel=kernel, block=block)
+        self.is_split = self.ranks > 1 or lanes is not None
         if self.mode == "ulysses" and self.how not in {"auto", "contiguous"}:
             raise ValueError(
                 f"split is {self.how!r}, but with mode 'ulysses' ranks have equal work when tokens are contiguous; "

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from par_groups import WeightGradHook, weight_and_hook
+from par_groups import WeightGradHook, attributes, weight_and_hook
 
 from .._collectives import reduce_from
 from ..modes.arithmetic import in_autocast_dtype
@@ -83,6 +83,7 @@ class ParallelVocabClassifier(ParallelLayer):
         self.vocabulary = vocabulary
         self._local_hidden = hidden // grid.size(rules.residual.features)
         self._rules, self._tied = rules, tied is not None
+        attributes.EXACT_GRADIENTS.set(self, rules.lanes.in_layers)
         axes = rules.column.rows
         if tied is None:
             check_divides(hidden, rules.column.columns, grid, "hidden")

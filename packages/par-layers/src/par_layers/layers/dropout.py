@@ -31,6 +31,9 @@ class ParallelDropout(nn.Module):
         ValueError: The probability is out of range.
     """
 
+    masks_by_position = True
+    """Whether the mask is the same function of positions on every rank."""
+
     def __init__(self, p: float, places: Places) -> None:
         super().__init__()
         if not 0.0 <= p < 1.0:
@@ -102,7 +105,7 @@ def _along(axes: Axes, length: int, device: torch.device, grid: Grid) -> Tensor:
     return torch.arange(first, first + length, device=device)
 
 
-def active_dropouts(model: nn.Module) -> dict[str, str]:
+def active_dropouts(model: nn.Module, *, by_rank: bool = False) -> dict[str, str]:
     """Return the dropout setting of each module that drops activations in training, by name, such as "p=0.1".
 
     The dropout modules of torch store their rate in `p`. Other modules, such as the attention of a Transformers model,
@@ -110,9 +113,12 @@ def active_dropouts(model: nn.Module) -> dict[str, str]:
 
     Args:
         model: Any module.
+        by_rank: Whether to return only those whose mask depends on the rank, rather than on positions alone.
     """
     found = {}
     for name, module in model.named_modules():
+        if by_rank and getattr(module, "masks_by_position", False):
+            continue
         rates = {"p": module.p} if isinstance(module, ParallelDropout | _DropoutNd) else vars(module)
         for key, rate in rates.items():
             if (key == "p" or "drop" in key) and isinstance(rate, float) and rate > 0.0:

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from par_groups import attributes
+
 from .._collectives import all_gather_to, reduce_from, reduce_scatter_to
 from .._torch_private import assert_async
 from ..context.tokens import Tokens
@@ -84,6 +86,7 @@ class ParallelVocabEmbedding(ParallelLayer):
             raise ValueError(f"padding_id is {padding_id}; it must be an id, 0 to {vocabulary - 1}")
         self.vocabulary, self.features, self.padding_id = vocabulary, features, padding_id
         self._rules, self._grid = rules, grid
+        attributes.EXACT_GRADIENTS.set(self, rules.lanes.in_layers)
         axes = rules.vocabulary + rules.vocabulary_gathered
         rows = Rows(length=vocabulary, axes=axes, padded=padded(vocabulary, grid.size(axes)))
         sum_over = tuple(axis for axis in rules.residual.batch if axis not in axes)
@@ -108,7 +111,7 @@ class ParallelVocabEmbedding(ParallelLayer):
         if grid.size(rules.vocabulary_gathered) > 1:
             table = all_gather_to(table, grid.group(rules.vocabulary_gathered), 0)
         if grid.size(rules.vocabulary) == 1:
-            return functional.embedding(cut_tokens(ids, rules.residual, grid), table, self.padding_id)
+            return rules.token_parameters.look_up(cut_tokens(ids, rules.residual, grid), table, self.padding_id)
         looked_up = self._look_up(cut_batch(ids, self._batch_before, grid), table)
         group = grid.group(rules.vocabulary)
         # The ranks that hold other rows of the table also hold other rows of the batch, so each keeps only its batch
@@ -135,7 +138,7 @@ class ParallelVocabEmbedding(ParallelLayer):
         if padding not in range(length):
             padding = None
         # Ids of other ranks look up row 0, because an index must be valid; their result is replaced by zeros.
-        rows = functional.embedding(local.masked_fill(elsewhere, 0), table, padding)
+        rows = self._rules.token_parameters.look_up(local.masked_fill(elsewhere, 0), table, padding)
         # A negative zero: the sum with it preserves a zero of either sign.
         return rows.masked_fill(elsewhere.unsqueeze(-1), -0.0)
 

@@ -37,6 +37,11 @@ class AdoptedDropout(nn.Dropout):
     sequence: CutSequence | None
     """Says whether activations here are cut along the sequence, as the layout has it; None where they never are."""
 
+    @property
+    def masks_by_position(self) -> bool:
+        """Whether the mask is the same function of positions on every rank: not where attention weights are dropped."""
+        return self.p < 1.0 and (self.region is None or not self.region.inner_dropout)
+
     def forward(self, x: Tensor) -> Tensor:
         """Drop elements of the activations in training."""
         if not self.training or self.p == 0.0:

@@ -23,7 +23,7 @@ from .dropout import AdoptedDropout, SameDraws, adopt_dropout_, has_dropout
 from .generation import Generation
 from .guards import ModelEntry, RequestedOutputs, check_whole, guard_
 from .hooks import CutExperts, CutFeatures, LatentOutput, PartialOutput, ShardedVocabularyHook, SharedExpert
-from .lanes.gradients import adopt_norms_
+from .lanes.gradients import make_gradients_exact_
 from .lanes.plan import in_lanes
 from .linear import AdoptedColumn, AdoptedRow, GatheredLogits, RegionEntry, adopt_linear_
 from .loss import AdoptedLoss, VocabularyLoss, shifts_labels
@@ -111,9 +111,10 @@ def parallelize(
         if before is None:
             check_prompts(model)
             check_whole(inner)
-            found = survey(inner, plan, grid, sequence=bool(layers.rules.residual.sequence))
-            if layers.rules.lanes.tensor > 1:
-                found = in_lanes(found, dict(inner.named_modules(remove_duplicate=False)), layers.rules.lanes.tensor)
+            in_parts = layers.rules.lanes.in_layers
+            found = survey(inner, plan, grid, sequence=bool(layers.rules.residual.sequence), shares_inputs=not in_parts)
+            if in_parts:
+                found = in_lanes(found, dict(inner.named_modules(remove_duplicate=False)), layers.rules.lanes)
             digest = _digest(inner, found, logits)
         else:
             digest = _again(inner, before, layers, plan, logits)
@@ -160,7 +161,7 @@ def _needed(layers: LayerSet, found: Survey | None) -> dict[dist.ProcessGroup, l
         needed[grid.group(axes)] = ["all_reduce", "all_gather", "broadcast"]
         if found is not None and found.layers is not None:  # activations are cut along the sequence
             needed[grid.group(axes)].append("reduce_scatter")
-        if layers.rules.lanes.tensor > 1:  # trees over the ranks
+        if layers.rules.lanes.in_layers:  # trees over the ranks
             needed[grid.group(axes)].append("all_to_all")
     if deals_experts(grid) and (of_experts := grid.seen_as(EXPERTS)).size(("expert_parallel",)) > 1:
         needed.setdefault(of_experts.group(("expert_parallel",)), []).append("all_to_all")
@@ -239,7 +240,7 @@ class _Adoption:
         self.model, self.layers, self.found, self.logits, self.digest = model, layers, found, logits, digest
         self.grid, self.axes = layers.grid, tensor_axes(layers.grid)
         # Products in lanes differ from torch's on one rank, too.
-        self.converts = bool(self.axes) or layers.rules.lanes.tensor > 1
+        self.converts = bool(self.axes) or layers.rules.lanes.in_layers
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.sequence = CutSequence()
 
@@ -256,8 +257,8 @@ class _Adoption:
         head = GatheredLogits(self.logits == "sharded") if vocabulary is not None else None
         if self.converts:
             self._adopt_modules(regions, gives_logits, head)
-        if (lanes := self.layers.rules.lanes.tensor) > 1:
-            adopt_norms_(self.modules, self.found, self.grid, self.axes, lanes)
+        if self.layers.rules.lanes.in_layers:
+            make_gradients_exact_(self.modules, self.found, self.grid, self.axes, self.layers.rules)
         if self.axes:
             self._cut_the_sequence()
             for name, region in self.found.regions.items():

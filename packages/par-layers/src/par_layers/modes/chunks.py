@@ -97,9 +97,9 @@ class ChunkedParameters(TokenParameters):
         normalize = functional.layer_norm if mean else functional.rms_norm
         return self.sums.scale(normalize(x, weight.shape, eps=eps), weight, bias)
 
-    def look_up(self, ids: Tensor, table: Tensor) -> Tensor:
+    def look_up(self, ids: Tensor, table: Tensor, padding: int | None = None) -> Tensor:
         """Return rows of a table. The gradient of each token is rounded by itself."""
-        rows: Tensor = _LookUp.apply(ids, table)  # type: ignore[no-untyped-call]
+        rows: Tensor = _LookUp.apply(ids, table, padding)  # type: ignore[no-untyped-call]
         return rows
 
     def add_positions(self, x: Tensor, table: Tensor, first: int) -> Tensor:
@@ -109,17 +109,19 @@ class ChunkedParameters(TokenParameters):
 
 class _LookUp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, table: Tensor) -> Tensor:
-        ctx.shape = table.shape
+    def forward(ctx: Any, ids: Tensor, table: Tensor, padding: int | None) -> Tensor:
+        ctx.shape, ctx.padding = table.shape, padding
         ctx.save_for_backward(ids)
         return functional.embedding(ids, table)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
         (ids,) = ctx.saved_tensors
+        if ctx.padding is not None:
+            gradient = gradient.masked_fill((ids == ctx.padding).unsqueeze(-1), 0.0)
         rows = on_grid(gradient).flatten(0, -2)
         summed = rows.new_zeros(ctx.shape).index_add_(0, ids.flatten(), rows)
         bound = rows.abs().sum(0)
         # Beyond the range of exact sums, numbers that are large enough for the check of the step to raise.
-        return None, summed.add_(torch.where(bound < EXACT_LIMIT, 0.0, bound))
+        return None, summed.add_(torch.where(bound < EXACT_LIMIT, 0.0, bound)), None

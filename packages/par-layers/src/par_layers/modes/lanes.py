@@ -3,6 +3,9 @@
 A weight consists of **lanes**: blocks of rows of a column-parallel weight, and of columns of a row-parallel one. Each
 lane is multiplied alone, in one shape on every topology, and sums over lanes are added in a fixed binary tree. A rank
 holds adjacent lanes that are one subtree, so that it adds them first and the ranks' sums afterwards.
+
+A sequence consists of lanes, too, if ranks may split it: the rows of each are multiplied alone, and the gradients of
+weights are exact sums over them.
 """
 
 from collections.abc import Callable
@@ -14,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from par_groups import LaneCounts, WeightGradHook, WeightGradient, tree
+from par_groups import LaneCounts, WeightGradHook, WeightGradient, exact_sum, on_grid, tree
 
 from .._collectives import (
     all_gather_on,
@@ -69,7 +72,8 @@ def rules_in_lanes(mode: str | None, grid: Grid, options: dict[str, Any], lanes:
     group = grid.group(axes) if axes else None
     here = lanes.tensor // grid.size(axes)
     sequence = bool(options.get("sequence_parallel", False)) and group is not None
-    column, row = LaneColumn(group, here, sequence), LaneRow(group, here, sequence)
+    rows = SequenceLanes(lanes.sequence, lanes.sequence // context_size(grid))
+    column, row = LaneColumn(group, here, sequence, rows=rows), LaneRow(group, here, sequence, rows)
 
     def to_residual(y: Tensor) -> Tensor:
         if group is None:
@@ -93,6 +97,64 @@ def rules_in_lanes(mode: str | None, grid: Grid, options: dict[str, Any], lanes:
     )
 
 
+def context_size(grid: Grid) -> int:
+    """Return the number of ranks over which `Context.cut` splits a sequence."""
+    topology = grid.topology
+    known = topology is not None and "sequence" in (*topology.axes, *topology.products)
+    return topology.size("sequence") if known and topology is not None else 1
+
+
+@dataclass(frozen=True)
+class SequenceLanes:
+    """Lanes of a sequence, as the ranks of a context hold them.
+
+    Args:
+        number: Number of lanes over all ranks; 1 for sequences that no rank splits.
+        here: Number of lanes on this rank.
+    """
+
+    number: int
+    here: int
+
+    def blocks(self, x: Tensor) -> list[Tensor]:
+        """Return the rows [rows, features] of each lane of activations [B, s, ..., features].
+
+        Raises:
+            ValueError: The activations have no sequence, or it does not divide into the lanes.
+        """
+        if self.number == 1:
+            return [x.reshape(-1, x.shape[-1])]
+        if x.dim() < 3 or x.shape[SEQUENCE] % self.here:
+            raise ValueError(
+                f"an activation of shape {list(x.shape)} does not consist of {self.here} lanes of a sequence, which is "
+                "dim 1 of [batch, sequence, features]; pad the sequence, or use fewer sequence lanes"
+            )
+        return [lane.reshape(-1, x.shape[-1]) for lane in x.chunk(self.here, SEQUENCE)]
+
+    def join(self, blocks: list[Tensor], like: Tensor) -> Tensor:
+        """Return activations [B, s, ..., n] whose lanes have the rows of `blocks`, each [rows, n].
+
+        Args:
+            blocks: Rows of each lane.
+            like: Activations with the same dims but the last.
+        """
+        if self.number == 1:
+            return blocks[0].view(*like.shape[:-1], -1)
+        shape = (like.shape[0], like.shape[SEQUENCE] // self.here, *like.shape[2:-1], -1)
+        return torch.cat([block.view(shape) for block in blocks], SEQUENCE)
+
+    def sum(self, gradients: list[Tensor]) -> Tensor:
+        """Return the gradient of a parameter, of which each lane has a term, in fp64.
+
+        It is exact, because autograd adds it to the gradients of other uses, and ranks of a sequence add it to theirs.
+        """
+        return on_grid(gradients[0]) if self.number == 1 else exact_sum(gradients)
+
+
+WHOLE = SequenceLanes(1, 1)
+"""A sequence that no rank splits, whose rows are multiplied together."""
+
+
 @dataclass(frozen=True)
 class LaneColumn:
     """Column-parallel matmul in lanes of output features.
@@ -102,12 +164,14 @@ class LaneColumn:
         lanes: Number of lanes on this rank.
         sequence: Whether the input is split along the sequence.
         runs: Numbers of local output features that are sharded separately; () for one run. A lane has a part of each.
+        rows: Lanes of the sequence.
     """
 
     group: dist.ProcessGroup | None
     lanes: int
     sequence: bool
     runs: tuple[int, ...] = ()
+    rows: SequenceLanes = WHOLE
 
     def __call__(
         self,
@@ -142,12 +206,12 @@ class _LaneColumnMatmul(torch.autograd.Function):
     ) -> Tensor:
         ctx.product, ctx.hook = product, hook
         save_operands(ctx, x, weight)
-        whole = product.gather(x)
-        rows = whole.reshape(-1, whole.shape[-1])
-        y = torch.cat([rows.mm(block.t()) for run in product.blocks(weight, 0) for block in run], 1)
+        whole, blocks = product.gather(x), product.blocks(weight, 0)
+        lanes = [
+            torch.cat([rows.mm(block.t()) for run in blocks for block in run], 1) for rows in product.rows.blocks(whole)
+        ]
         # A bias inside the matmul would be rounded with it, in kernels that differ.
-        y = y if bias is None else y.add_(bias)
-        return y.view(*whole.shape[:-1], -1)
+        return product.rows.join(lanes if bias is None else [lane.add_(bias) for lane in lanes], whole)
 
     @staticmethod
     @once_differentiable
@@ -155,15 +219,18 @@ class _LaneColumnMatmul(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         product: LaneColumn = ctx.product
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        pieces = product.blocks(gradient.reshape(-1, gradient.shape[-1]), 1)
+        pieces = [product.blocks(rows, 1) for rows in product.rows.blocks(gradient)]
         group = product.group
         gathering = start_all_gather(x, group) if needs_weight and product.sequence and group is not None else None
         summing = None
         if needs_x:
-            pairs = zip(pieces, product.blocks(weight, 0), strict=True)
-            by_run = [[d.mm(w) for d, w in zip(*run, strict=True)] for run in pairs]
-            # The tree over lanes is outermost, because its upper nodes are on several ranks.
-            partial = tree([tree(of_lane) for of_lane in zip(*by_run, strict=True)]).view(*gradient.shape[:-1], -1)
+            blocks = product.blocks(weight, 0)
+            sums = []
+            for piece in pieces:
+                by_run = [[d.mm(w) for d, w in zip(*run, strict=True)] for run in zip(piece, blocks, strict=True)]
+                # The tree over lanes is outermost, because its upper nodes are on several ranks.
+                sums.append(tree([tree(of_lane) for of_lane in zip(*by_run, strict=True)]))
+            partial = product.rows.join(sums, gradient)
             if group is None:
                 summing = lambda: partial  # noqa: E731
             elif product.sequence:
@@ -173,11 +240,16 @@ class _LaneColumnMatmul(torch.autograd.Function):
         of_weight = None
         if needs_weight:
             whole = x if gathering is None or group is None else finish_all_gather_on(gathering, group, SEQUENCE)
-            rows = whole.reshape(-1, whole.shape[-1])
-            of_weight = _weight_gradient(
-                weight, lambda: torch.cat([d.t().mm(rows) for run in pieces for d in run]), ctx.hook
-            )
-        of_bias = torch.cat([d.sum(0) for run in pieces for d in run]) if needs_bias else None
+            inputs = product.rows.blocks(whole)
+
+            def compute() -> Tensor:
+                pairs = zip(pieces, inputs, strict=True)
+                return product.rows.sum([torch.cat([d.t().mm(x) for run in piece for d in run]) for piece, x in pairs])
+
+            of_weight = _weight_gradient(weight, compute, ctx.hook)
+        of_bias = None
+        if needs_bias:
+            of_bias = product.rows.sum([torch.cat([d.sum(0) for run in piece for d in run]) for piece in pieces])
         return None if summing is None else summing(), of_weight, of_bias, None, None
 
 
@@ -189,18 +261,20 @@ class LaneRow:
         group: The tensor group; None for one rank.
         lanes: Number of lanes on this rank.
         sequence: Whether the output is split along the sequence.
+        rows: Lanes of the sequence.
     """
 
     group: dist.ProcessGroup | None
     lanes: int
     sequence: bool
+    rows: SequenceLanes = WHOLE
 
     @property
     def sums(self) -> ChunkSums:
         """Sums of the gradient of the bias, which all ranks add to full features, perhaps of their own tokens."""
-        # As many chunks of a sequence as tensor lanes, since every number of tensor ranks may split it.
+        # As many chunks of each lane of a sequence as tensor lanes, since every number of tensor ranks may split it.
         ranks = 1 if self.group is None or self.sequence else self.group.size()
-        return ChunkSums(self.lanes * ranks, cut=self.sequence)
+        return ChunkSums(self.lanes * ranks * self.rows.here, cut=self.sequence or self.rows.number > 1)
 
     def __call__(
         self,
@@ -212,7 +286,7 @@ class LaneRow:
     ) -> Tensor:
         """Multiply [..., K/p] by [N, K/p]; return [..., N] or [B, S/p, N]. The bias is added once, after the sum."""
         _check_torch(linear)
-        y: Tensor = _LaneRowMatmul.apply(x, weight, self.lanes, hook)  # type: ignore[no-untyped-call]
+        y: Tensor = _LaneRowMatmul.apply(x, weight, self, hook)  # type: ignore[no-untyped-call]
         if self.group is not None and self.sequence:
             y = tree_reduce_scatter_to(y, self.group, SEQUENCE)
         elif self.group is not None:
@@ -224,26 +298,37 @@ class _LaneRowMatmul(torch.autograd.Function):
     """The sum of the products of this rank's lanes, which is one term of the sum over the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, lanes: int, hook: WeightGradHook | None) -> Tensor:
-        ctx.lanes, ctx.hook = lanes, hook
+    def forward(ctx: Any, x: Tensor, weight: Tensor, product: LaneRow, hook: WeightGradHook | None) -> Tensor:
+        ctx.product, ctx.hook = product, hook
         save_operands(ctx, x, weight)
-        pairs = zip(_columns(x, lanes), _columns(weight, lanes), strict=True)
-        return tree([part.mm(block.t()) for part, block in pairs]).view(*x.shape[:-1], -1)
+        blocks = _columns(weight, product.lanes)
+        sums = [
+            tree([part.mm(block.t()) for part, block in zip(_columns(rows, product.lanes), blocks, strict=True)])
+            for rows in product.rows.blocks(x)
+        ]
+        return product.rows.join(sums, x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        rows = gradient.reshape(-1, gradient.shape[-1]).contiguous()
+        product: LaneRow = ctx.product
+        pieces = [rows.contiguous() for rows in product.rows.blocks(gradient)]
         of_x = of_weight = None
         if ctx.needs_input_grad[0]:
-            of_x = torch.cat([rows.mm(block) for block in _columns(weight, ctx.lanes)], 1).view(
-                *gradient.shape[:-1], -1
-            )
+            blocks = _columns(weight, product.lanes)
+            of_x = product.rows.join([torch.cat([rows.mm(block) for block in blocks], 1) for rows in pieces], gradient)
         if ctx.needs_input_grad[1]:
-            of_weight = _weight_gradient(
-                weight, lambda: torch.cat([rows.t().mm(part) for part in _columns(x, ctx.lanes)], 1), ctx.hook
-            )
+
+            def compute() -> Tensor:
+                pairs = zip(pieces, product.rows.blocks(x), strict=True)
+                parts = [
+                    torch.cat([rows.t().mm(part) for part in _columns(inputs, product.lanes)], 1)
+                    for rows, inputs in pairs
+                ]
+                return product.rows.sum(parts)
+
+            of_weight = _weight_gradient(weight, compute, ctx.hook)
         return of_x, of_weight, None, None
 
 
@@ -291,36 +376,36 @@ class LaneSums:
         return partial if self.group is None else start_tree_all_reduce(partial, self.group)()
 
 
-def check_lanes(length: int, lanes: int, what: str) -> None:
+def check_lanes(length: int, lanes: LaneCounts, what: str) -> None:
     """Check that sharded features consist of lanes of full vectors.
 
     Args:
         length: Number of features over all ranks.
-        lanes: Number of lanes over all ranks; 1 for features without lanes.
+        lanes: Numbers of lanes over all ranks.
         what: Description of the features, for the message.
 
     Raises:
         ValueError: The features do not divide.
     """
-    unit = lanes * WIDTH
-    if lanes > 1 and length % unit:
+    unit = lanes.tensor * WIDTH
+    if lanes.in_layers and length % unit:
         raise ValueError(
-            f"{what} is {length}, which does not divide into {lanes} lanes of a multiple of {WIDTH} features; use "
-            f"{-(-length // unit) * unit}, or fewer tensor lanes"
+            f"{what} is {length}, which does not divide into {lanes.tensor} lanes of a multiple of {WIDTH} features; "
+            f"use {-(-length // unit) * unit}, or fewer tensor lanes"
         )
 
 
-def check_head(features: int, lanes: int) -> None:
+def check_head(features: int, lanes: LaneCounts) -> None:
     """Check that the bits of an attention's backward do not depend on its number of heads.
 
     Args:
         features: Features of a head.
-        lanes: Number of lanes over all ranks; 1 for features without lanes.
+        lanes: Numbers of lanes over all ranks.
 
     Raises:
         ValueError: Heads have another size than a multiple of 8.
     """
-    if lanes > 1 and features % HEAD:
+    if lanes.in_layers and features % HEAD:
         raise ValueError(
             f"heads have {features} features: with tensor lanes, attention needs heads of a multiple of {HEAD} "
             f"features; use {-(-features // HEAD) * HEAD}"
@@ -328,8 +413,8 @@ def check_head(features: int, lanes: int) -> None:
 
 
 def _columns(x: Tensor, lanes: int) -> list[Tensor]:
-    """Return contiguous blocks [rows, K/lanes] of [..., K]."""
-    return [block.contiguous() for block in x.reshape(-1, x.shape[-1]).chunk(lanes, 1)]
+    """Return contiguous blocks [rows, K/lanes] of [rows, K]."""
+    return [block.contiguous() for block in x.chunk(lanes, 1)]
 
 
 def _weight_gradient(weight: Tensor, compute: Callable[[], Tensor], hook: WeightGradHook | None) -> Tensor | None:

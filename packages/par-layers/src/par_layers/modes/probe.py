@@ -29,7 +29,7 @@ def unstable_kernels(device: torch.device, dtype: torch.dtype, *, lanes: int) ->
     Args:
         device: Device of a run.
         dtype: Dtype of its activations.
-        lanes: Number of tensor lanes. With one lane, only repeated calls must agree.
+        lanes: Number of lanes in layers. With one lane, only repeated calls must agree.
     """
     generator = torch.Generator().manual_seed(0)
 

@@ -24,14 +24,15 @@ class TokenParameters:
             return functional.layer_norm(x, weight.shape, weight, bias, eps)
         return functional.rms_norm(x, weight.shape, weight, eps)
 
-    def look_up(self, ids: Tensor, table: Tensor) -> Tensor:
+    def look_up(self, ids: Tensor, table: Tensor, padding: int | None = None) -> Tensor:
         """Return rows of a table, [..., features].
 
         Args:
             ids: Numbers of rows, int64 of any shape.
             table: The table [rows, features].
+            padding: Number of a row that gets no gradient; None for no such row.
         """
-        return functional.embedding(ids, table)
+        return functional.embedding(ids, table, padding)
 
     def add_positions(self, x: Tensor, table: Tensor, first: int) -> Tensor:
         """Add consecutive rows of a table [rows, features] to x [..., tokens, features], beginning with row `first`."""

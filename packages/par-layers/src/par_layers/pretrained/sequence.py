@@ -29,7 +29,7 @@ def check_pretrained(model: nn.Module, context: Context, *, tensor_ranks: int, t
         ValueError: The attention cannot be replaced, the heads do not divide, the model has dropout, or its loss is
             not the causal one.
     """
-    for pretrained in pretrained_in(model) if context.ranks > 1 else ():
+    for pretrained in pretrained_in(model) if context.is_split else ():
         context.check_transformers(pretrained)
         heads = getattr(pretrained.config.get_text_config(), "num_attention_heads", None)
         if isinstance(heads, int) and heads % tensor_ranks == 0:  # otherwise parallelize() raises
@@ -53,7 +53,7 @@ def attend_over_(model: nn.Module, context: Context) -> None:
 
     For a pipeline stage this has happened before the model was split.
     """
-    for pretrained in pretrained_in(model) if context.ranks > 1 and not attributes.PRETRAINED.is_on(model) else ():
+    for pretrained in pretrained_in(model) if context.is_split and not attributes.PRETRAINED.is_on(model) else ():
         context.transformers_(pretrained)
 
 
@@ -70,7 +70,7 @@ def reaches_other_tokens(model: nn.Module) -> bool:
 def _is_over_ranks(value: Any) -> bool:
     if isinstance(value, LayerSet):
         return bool(value.rules.residual.context)
-    return isinstance(value, Context) and value.ranks > 1
+    return isinstance(value, Context) and value.is_split
 
 
 def cut_dict(batch: Mapping[str, Any], context: Context, *, compare: bool) -> dict[str, Any]:

@@ -73,8 +73,8 @@ class TensorPlugin(Plugin):
 
     def setup_model(self, model: nn.Module, optimizer: Optimizer | None, strategy: Setup) -> nn.Module:
         """Shard the model in place. Parameters stay the same objects. A sharded model does not change."""
-        lanes = strategy.layers.rules.lanes.tensor
-        if strategy.groups.size("tensor") == 1 and not strategy.deals_experts and lanes == 1:
+        in_lanes = strategy.layers.rules.lanes.in_layers
+        if strategy.groups.size("tensor") == 1 and not strategy.deals_experts and not in_lanes:
             return model
         for each in model.children() if isinstance(model, nn.ModuleList) else [model]:
             plan = strategy.plans.get(each)

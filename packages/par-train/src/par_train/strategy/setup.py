@@ -26,7 +26,6 @@ from par_groups import (
     kept_tensors,
     launch,
     replica_axes,
-    splits_sequence,
 )
 from par_layers import Context, LayerSet, layer_set
 from par_pipeline import Schedule, schedule
@@ -124,8 +123,8 @@ class Setup:
 
     @property
     def cuts_sequence(self) -> bool:
-        """Whether each sequence is split over several ranks."""
-        return splits_sequence(self.groups.topology)
+        """Whether each sequence is split, over several ranks or into lanes."""
+        return self.context.is_split
 
     @property
     def deals_experts(self) -> bool:
@@ -269,12 +268,11 @@ def _check_lanes(topology: Topology, lanes: LaneCounts | None) -> None:
     """
     if lanes is None:
         return
-    for name in ("sequence", "expert"):
-        if topology.size(name) > 1:
-            raise ValueError(
-                f"parallel={{{name!r}: {topology.size(name)}}} with numerics='canonical': the axes data, pipeline and "
-                f"tensor have exact sums so far; use {name}=1"
-            )
+    if topology.size("expert") > 1:
+        raise ValueError(
+            f"parallel={{'expert': {topology.size('expert')}}} with numerics='canonical': experts have no exact sums "
+            "so far; use expert=1"
+        )
     lanes.check(topology)
 
 

@@ -1,50 +1,66 @@
-"""Gradients of norms in an existing model: exact sums of one sum for each lane of heads, or chunk of a sequence."""
+"""Gradients of norms and embeddings in an existing model: exact sums of one sum for each lane of heads or tokens."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from par_groups import exact_sum
+from par_groups import attributes, exact_sum
 
 from ..._collectives import pair
 from ...modes.chunks import ChunkSums
 from ...modes.grid import Axes, Grid
+from ...modes.lanes import LaneRow, SequenceLanes
+from ...modes.rules import ModeRules
 from ..hooks import Hook
-from ..plans.styles import PartialGradient
+from ..linear import AdoptedColumn, AdoptedRow
+from ..plans.styles import PartialGradient, Style
 from ..survey.kinds import is_norm
 from ..survey.survey import Survey
 
 
-def adopt_norms_(modules: dict[str, nn.Module], found: Survey, grid: Grid, axes: Axes, lanes: int) -> None:
-    """Register hooks of all norms of a model whose weights are in lanes.
+def make_gradients_exact_(
+    modules: dict[str, nn.Module], found: Survey, grid: Grid, axes: Axes, rules: ModeRules
+) -> None:
+    """Make gradients exact in the norms and embeddings of a model; those of its Columns and Rows are exact already.
 
     Args:
         modules: The modules of the model, by name.
         found: Its survey in lanes.
         grid: Coordinates of this rank.
         axes: Axes of the tensor group; () for one rank.
-        lanes: Number of tensor lanes over all ranks.
+        rules: Rules in lanes.
     """
-    here = lanes // grid.size(axes)
+    row = rules.row_product
+    assert isinstance(row, LaneRow)  # noqa: S101 - the rules are in lanes
     adopted: set[nn.Module] = set()
     for name, module in modules.items():
-        if module in adopted or not is_norm(module):
+        if module in adopted:
             continue
         adopted.add(module)
-        cut = bool(axes) and found.is_cut_along_sequence(name)
-        sums = ChunkSums(here if cut else lanes, cut)
-        hook: FusedNorm | NormByHand
-        if isinstance(found.rules.get(name), PartialGradient):
-            hook = NormByHand(grid, axes, partial(_sum_heads, lanes=here))
-        elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
-            hook = FusedNorm(grid, axes, sums)
-        else:
-            hook = NormByHand(grid, axes, sums.of_tokens)
-        module.register_forward_pre_hook(hook.before)
-        module.register_forward_hook(hook.after, always_call=True)
+        if is_norm(module):
+            cut = bool(axes) and found.is_cut_along_sequence(name)
+            _adopt_norm(module, found.rules.get(name), grid, axes, replace(row, sequence=cut))
+        elif isinstance(module, nn.Embedding) and rules.lanes.sequence > 1:
+            module.__dict__["forward"] = partial(_look_up, module, rules)
+            attributes.EXACT_GRADIENTS.set(module, True)
+        elif isinstance(module, (AdoptedColumn, AdoptedRow)):
+            attributes.EXACT_GRADIENTS.set(module, True)
+
+
+def _adopt_norm(module: nn.Module, style: Style | None, grid: Grid, axes: Axes, row: LaneRow) -> None:
+    hook: FusedNorm | NormByHand
+    if isinstance(style, PartialGradient):
+        hook = NormByHand(grid, axes, partial(_sum_heads, lanes=row.lanes, rows=row.rows))
+    elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        hook = FusedNorm(grid, axes, row.sums)
+    else:
+        hook = NormByHand(grid, axes, row.sums.of_tokens)
+    module.register_forward_pre_hook(hook.before)
+    module.register_forward_hook(hook.after, always_call=True)
 
 
 class NormByHand(Hook):
@@ -105,7 +121,12 @@ class FusedNorm(Hook):
         return self.sums.scale(output, parameters["weight"], parameters.get("bias"))
 
 
-def _sum_heads(gradient: Tensor, lanes: int) -> Tensor:
-    """Return the exact sum of all rows of a gradient [..., heads, features], whose heads are in lanes."""
+def _sum_heads(gradient: Tensor, lanes: int, rows: SequenceLanes) -> Tensor:
+    """Return the exact sum of all rows of a gradient [B, s, heads, features], whose heads and tokens are in lanes."""
     pieces = gradient.unflatten(-2, (lanes, -1)).unbind(-3)
-    return exact_sum([piece.reshape(-1, piece.shape[-1]).contiguous().float().sum(0) for piece in pieces])
+    of_lanes = [block for piece in pieces for block in rows.blocks(piece)]
+    return exact_sum([block.contiguous().float().sum(0) for block in of_lanes])
+
+
+def _look_up(module: nn.Embedding, rules: ModeRules, ids: Tensor) -> Tensor:
+    return rules.token_parameters.look_up(ids, module.weight, module.padding_idx)

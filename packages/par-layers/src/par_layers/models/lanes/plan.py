@@ -4,13 +4,15 @@ from dataclasses import replace
 
 from torch import nn
 
+from par_groups import LaneCounts
+
 from ...modes.lanes import check_head, check_lanes
 from ..plans.styles import ColumnParallel, EmbeddingParallel, PartialGradient, Replicated, RowParallel
-from ..survey.kinds import features_of, is_norm, parent
+from ..survey.kinds import features_of, is_conv1d, is_norm, parent
 from ..survey.survey import RegionPlan, Survey
 
 
-def in_lanes(found: Survey, modules: dict[str, nn.Module], lanes: int) -> Survey:
+def in_lanes(found: Survey, modules: dict[str, nn.Module], lanes: LaneCounts) -> Survey:
     """Return the survey of a model whose weights are in lanes.
 
     Each Column copies its input, because the sum over lanes is the outermost one of each.
@@ -18,18 +20,19 @@ def in_lanes(found: Survey, modules: dict[str, nn.Module], lanes: int) -> Survey
     Args:
         found: The survey without lanes.
         modules: The modules of the model, by name.
-        lanes: Number of lanes over all ranks.
+        lanes: Numbers of lanes over all ranks.
 
     Raises:
-        ValueError: A rule has no form in lanes, or a size does not divide into them.
+        ValueError: A rule or a module has no form in lanes, or a size does not divide into them.
     """
-    if found.wrappers or found.experts:
-        what, names = ("adapters", found.wrappers) if found.wrappers else ("experts", found.experts)
+    if found.experts:
         raise ValueError(
-            f"{next(iter(names))!r} has {what}, which have no products in lanes so far; use one tensor lane with "
-            "numerics='canonical'"
+            f"{next(iter(found.experts))!r} has experts, which have no products in lanes so far; use one tensor lane "
+            "with numerics='canonical'"
         )
     for name, style in found.rules.items():
+        if name in found.wrappers:  # the linear inside and those of the adapters have rules of their own
+            continue
         known = isinstance(style, (ColumnParallel, RowParallel, Replicated, PartialGradient, EmbeddingParallel))
         if not known or name not in modules or (isinstance(style, EmbeddingParallel) and style.features):
             raise ValueError(
@@ -39,7 +42,7 @@ def in_lanes(found: Survey, modules: dict[str, nn.Module], lanes: int) -> Survey
         if isinstance(style, (ColumnParallel, RowParallel)):
             _check_linear(found, modules, name, style, lanes)
         elif isinstance(style, PartialGradient):
-            _check_partial(found, modules, name, style, lanes)
+            _check_partial(found, modules, name, style, lanes.tensor)
     for name, part in found.parts.items():
         owner = parent(name)
         known = is_norm(modules[owner]) or isinstance(found.rules.get(owner), RowParallel)
@@ -49,12 +52,36 @@ def in_lanes(found: Survey, modules: dict[str, nn.Module], lanes: int) -> Survey
                 f"{type(modules[owner]).__name__}, which is no norm; use sequence_parallel=False with "
                 "numerics='canonical'"
             )
+    if lanes.sequence > 1:
+        _check_sums_over_tokens(found, modules)
     regions = {name: replace(region, closed=False) for name, region in found.regions.items()}
     return replace(found, regions=regions)
 
 
+def _check_sums_over_tokens(found: Survey, modules: dict[str, nn.Module]) -> None:
+    """Check that every sum over the tokens of a rank is one that consists of lanes."""
+    for name, module in modules.items():
+        trained = [own for own, parameter in module.named_parameters(recurse=False) if parameter.requires_grad]
+        style = found.rules.get(name)
+        # Autograd rounds the gradient of a transposed weight, as Conv1D has it, to the weight's dtype.
+        is_linear = isinstance(style, (ColumnParallel, RowParallel)) and not is_conv1d(module)
+        known = is_linear or is_norm(module) or is_look_up(module)
+        if trained and not known:
+            raise ValueError(
+                f"{name!r}, a {type(module).__name__}, has {trained[0]!r}, whose gradient is a sum over the tokens of "
+                "a rank that has no form in lanes; use one sequence lane with numerics='canonical'"
+            )
+
+
+def is_look_up(module: nn.Module) -> bool:
+    """Return whether a module returns rows of a table and does nothing else with it."""
+    if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
+        return False
+    return not module.sparse and not module.scale_grad_by_freq and module.max_norm is None
+
+
 def _check_linear(
-    found: Survey, modules: dict[str, nn.Module], name: str, style: ColumnParallel | RowParallel, lanes: int
+    found: Survey, modules: dict[str, nn.Module], name: str, style: ColumnParallel | RowParallel, lanes: LaneCounts
 ) -> None:
     outputs, inputs = features_of(modules[name])
     length = outputs if isinstance(style, ColumnParallel) else inputs

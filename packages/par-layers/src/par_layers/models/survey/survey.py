@@ -143,7 +143,7 @@ def survey_planned(model: nn.Module, topology: Topology, rank: int, plan: str | 
     return survey(model, plan, PlannedGrid(topology, rank), sequence=bool(options.get("sequence_parallel", False)))
 
 
-def survey(model: nn.Module, plan: str | Plan, grid: Grid, *, sequence: bool) -> Survey:
+def survey(model: nn.Module, plan: str | Plan, grid: Grid, *, sequence: bool, shares_inputs: bool = True) -> Survey:
     """Return the effect of a plan on a model.
 
     Args:
@@ -151,6 +151,7 @@ def survey(model: nn.Module, plan: str | Plan, grid: Grid, *, sequence: bool) ->
         plan: "auto", or rules by pattern.
         grid: This rank's coordinates.
         sequence: Whether activations between the layers are split along the sequence.
+        shares_inputs: Whether the Columns of a region share one sum of their input gradients.
 
     Raises:
         ValueError: A rule is wrong, or a size does not divide.
@@ -159,7 +160,7 @@ def survey(model: nn.Module, plan: str | Plan, grid: Grid, *, sequence: bool) ->
     resolved = resolve(model, plan, experts=deals_experts(grid))
     if isinstance(plan, str) and tensor_axes(grid):
         warn_if_layers_stay_full(model, resolved)
-    return _Surveyor(model, resolved, grid, sequence=sequence).survey()
+    return _Surveyor(model, resolved, grid, sequence=sequence, shares_inputs=shares_inputs).survey()
 
 
 class _Surveyor:
@@ -170,11 +171,15 @@ class _Surveyor:
         resolved: Style of each module and parameter, by name.
         grid: This rank's coordinates.
         sequence: Whether activations between the layers are split along the sequence.
+        shares_inputs: Whether the Columns of a region share one sum of their input gradients.
     """
 
-    def __init__(self, model: nn.Module, resolved: Resolved, grid: Grid, *, sequence: bool) -> None:
+    def __init__(
+        self, model: nn.Module, resolved: Resolved, grid: Grid, *, sequence: bool, shares_inputs: bool = True
+    ) -> None:
         self.model, self.rules, self.resolved = model, dict(resolved.rules), resolved
         self.grid, self.axes, self.sequence = grid, tensor_axes(grid), sequence
+        self.shares_inputs = shares_inputs
         # A shared module has several names, and a rule may use any of them.
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.wrappers = wrappers_of(self.modules, self.rules)
@@ -218,7 +223,8 @@ class _Surveyor:
             if isinstance(style, ColumnParallel):
                 style = with_unit(style, self._unit(name))
             region = regions.get(parent(name))
-            self.rules.update(wrapper.rules(style, enters=region is not None and region.enters))
+            enters = self.shares_inputs and region is not None and region.enters
+            self.rules.update(wrapper.rules(style, enters=enters))
         shards = ParameterShards(self.model, self.rules, self.experts, self.grid, self.axes, self._unit)
         parts = shards.shards(regions, blocks, layers)
         return Survey(self.resolved, self.rules, self.wrappers, parts, regions, layers, head_name, blocks, self.experts)

@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
-from par_groups import agree
+from par_groups import agree, splits_sequence
 from par_precision import TotalWeights
 
 from ..._torch_private import tree_leaves
-from ..execute import Execution, rows_of
+from ..execute import Criterion, Execution, rows_of
 
 
 class LaneExecution(Execution):
@@ -31,19 +31,25 @@ class LaneExecution(Execution):
         super().__init__(*arguments)
         self._fits = False  # a batch of fewer rows would have fewer lanes
 
-    def run(self, next_batch: Callable[[], Any], *arguments: Any, forward_only: bool, **options: Any) -> Any:
+    def run(
+        self, next_batch: Callable[[], Any], criterion: Criterion | None, *, forward_only: bool, **options: Any
+    ) -> Any:
         """Run a batch, and let all ranks know beforehand, in the first step, how much a loss weighs."""
         optimizer = self._optimizer
         if not forward_only and optimizer is not None and optimizer.scaling.steps == 0:
             weights = optimizer.scaling.loss_weights
-            next_batch = partial(self._expected, next_batch, weights)  # type: ignore[arg-type]
-        return super().run(next_batch, *arguments, forward_only=forward_only, **options)
+            # The causal loss counts the labels of this rank's tokens. A criterion returns the same result on all ranks
+            # of a sequence, which add it up as often as they are.
+            counts_all = criterion is not None and splits_sequence(self._groups.topology)
+            ranks = self._groups.size("sequence") if counts_all else 1
+            next_batch = partial(self._expected, next_batch, weights, ranks)  # type: ignore[arg-type]
+        return super().run(next_batch, criterion, forward_only=forward_only, **options)
 
-    def _expected(self, next_batch: Callable[[], Any], weights: TotalWeights) -> Any:
+    def _expected(self, next_batch: Callable[[], Any], weights: TotalWeights, ranks: int) -> Any:
         problem, ended, batch, items = None, False, None, 0
         try:
             batch = next_batch()
-            items = _items_of(batch) // self.pipeline.schedule.microbatches
+            items = ranks * _items_of(batch) // self.pipeline.schedule.microbatches
         except StopIteration:
             ended = True
         except Exception as error:  # of any kind: every rank raises what one rank has raised

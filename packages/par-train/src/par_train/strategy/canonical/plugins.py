@@ -37,9 +37,11 @@ class GridPlugin(Plugin):
         assert lanes is not None  # noqa: S101 - the options have been checked
         replicas = strategy.groups.size(strategy.data_axes)
         self._lanes = lanes.data // replicas
+        # The ranks of a sequence have losses of their own tokens, which are summed like those of other samples.
+        parts = strategy.context.ranks
         assert isinstance(strategy.randomness, LaneRandomness)  # noqa: S101 - as `Strategy` has made it
         strategy.randomness.attach(model, first_lane=strategy.groups.rank(strategy.data_axes) * self._lanes)
-        self.sums = ExactSums(losses=lanes.data, replicas=replicas)
+        self.sums = ExactSums(losses=lanes.data * parts, replicas=replicas * parts)
         self.sums.attach(model)
         return model
 
@@ -119,8 +121,9 @@ def _check(model: nn.Module, strategy: Setup) -> None:
     Raises:
         ValueError: Something else would depend on the topology.
     """
+    lanes = strategy.layers.rules.lanes
     dtype = torch.bfloat16 if strategy.options.precision_name == "bf16" else torch.float32
-    unstable = unstable_kernels(strategy.device, dtype, lanes=strategy.layers.rules.lanes.tensor)
+    unstable = unstable_kernels(strategy.device, dtype, lanes=lanes.tensor * lanes.sequence)
     if unstable:
         raise ValueError(
             f"numerics='canonical': on this {strategy.device.type}, torch {torch.__version__} has other bits for "
@@ -137,11 +140,11 @@ def _check(model: nn.Module, strategy: Setup) -> None:
                 f"{name!r} is a {type(module).__name__}, whose running statistics depend on the order of lanes; "
                 "canonical numerics need a norm of single rows, such as LayerNorm or GroupNorm"
             )
-    for name, rate in active_dropouts(model).items():
-        if strategy.layers.rules.lanes.tensor > 1:
+    for name, rate in active_dropouts(model, by_rank=lanes.in_layers).items():
+        if lanes.in_layers:
             raise ValueError(
-                f"{name!r} has {rate}, and tensor ranks draw for their own features; use one tensor lane, or set it "
-                "to 0"
+                f"{name!r} has {rate}, and ranks draw for their own features or tokens; use one tensor and one "
+                "sequence lane, or set it to 0"
             )
         if "layerdrop" in rate:
             raise ValueError(

@@ -41,7 +41,7 @@ def make_part(
     groups, schedule = strategy.groups, strategy.schedule
     context, tensor_ranks = strategy.context, groups.size("tensor")
     with together("the model", None):
-        if attention is not None and context.ranks > 1:
+        if attention is not None and context.is_split:
             raise ValueError(
                 f"attention is {attention!r}, but over sequence={context.ranks} the attention is that of "
                 "Strategy.context; leave attention out"
@@ -54,7 +54,7 @@ def make_part(
             inject_adapters_(model, adapter)
         check_pretrained(model, context, tensor_ranks=tensor_ranks, trained=False)
         attend_over_(model, context)
-    if tensor_ranks > 1 or strategy.deals_experts or strategy.layers.rules.lanes.tensor > 1:
+    if tensor_ranks > 1 or strategy.deals_experts or strategy.layers.rules.lanes.in_layers:
         parallelize(model, strategy.layers, plan)
     part: nn.Module = model
     if schedule is not None:
