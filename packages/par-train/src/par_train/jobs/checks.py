@@ -72,13 +72,19 @@ def check_config(options: Options, world_size: int) -> Topology:
             f"train.batch_size {options.train.batch_size} does not divide by {replicas} data ranks; it is the batch of "
             f"all ranks together: use {near}, or another number of ranks"
         )
-    _check_lanes(options, replicas)
+    _check_lanes(options, topology)
     _check_schedule(options, topology)
     return topology
 
 
-def _check_lanes(options: Options, replicas: int) -> None:
-    """Check that canonical numerics have lanes that divide the batch, and that ordinary ones have none."""
+def _check_lanes(options: Options, topology: Topology) -> None:
+    """Check that ordinary numerics have no lanes, and canonical ones have lanes that fit the batch and the ranks."""
+    lanes, replicas = options.lane_counts, topology.size(data_axes(topology))
+    if lanes is None and (options.tensor_lanes, options.sequence_lanes) != (1, 1):
+        raise UserError(
+            f"tensor_lanes {options.tensor_lanes}, sequence_lanes {options.sequence_lanes}: they need canonical "
+            "numerics; add --numerics canonical --lanes 8"
+        )
     if (options.numerics == "canonical") != bool(options.lanes):
         raise UserError(
             f"numerics {options.numerics} with lanes {options.lanes}: canonical numerics need a number of lanes, and "
@@ -89,6 +95,9 @@ def _check_lanes(options: Options, replicas: int) -> None:
             f"lanes {options.lanes} must divide train.batch_size {options.train.batch_size}, and {replicas} data ranks "
             f"must divide lanes; use lanes {options.train.batch_size}, or another batch"
         )
+    if lanes is not None:
+        with as_user_error():
+            lanes.check(topology)
 
 
 def check_kind(options: Options) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from par_data import Packing
+from par_groups import LaneCounts
 from par_plan import ExpertLayers, Machine, OffloadTiers, Shape
 
 from ..config.kinds import BYTES, SOURCES
@@ -277,9 +278,15 @@ class Options:
         "keep:0.4 or keep:6GB (fewest recomputations within that budget); default: off",
     )
     numerics: Literal["ordinary", "canonical"] = option(
-        "ordinary", "canonical: the same weights under every number of data and pipeline ranks, to the last bit"
+        "ordinary", "canonical: the same weights under every number of ranks that divides the lanes, to the last bit"
     )
     lanes: int = option(0, "with numerics canonical: number of microbatches of a step, over all data ranks", low=0)
+    tensor_lanes: int = option(
+        1, "with numerics canonical: number of blocks of each weight, over all tensor ranks, also on one", low=1
+    )
+    sequence_lanes: int = option(
+        1, "with numerics canonical: number of chunks of each row, over all sequence ranks, also on one", low=1
+    )
     seed: int = option(0, "seed of the weights and of the data order", low=0, high=2**63 - 1)
     gradient_handlers: tuple[Mapping[str, Any], ...] = option(
         (), 'gradient handlers that run before each step, such as [{type = "mine"}]; default: the built-in handlers'
@@ -320,6 +327,13 @@ class Options:
     def files(self) -> RunFiles:
         """The files in the output folder."""
         return RunFiles(Path(self.output_folder).expanduser())
+
+    @property
+    def lane_counts(self) -> LaneCounts | None:
+        """The numbers of lanes of canonical numerics; None for ordinary numerics."""
+        if not self.lanes:
+            return None
+        return LaneCounts(data=self.lanes, tensor=self.tensor_lanes, sequence=self.sequence_lanes)
 
     @property
     def peak_learning_rate(self) -> float:

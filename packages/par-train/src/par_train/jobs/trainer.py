@@ -94,7 +94,7 @@ class Trainer:
             clip_norm=options.train.clip_norm,
             pipeline={name: value for name, value in asdict(options.pipeline).items() if value},
             numerics=options.numerics,
-            lanes=options.lanes or None,
+            lanes=options.lane_counts,
             gradient_handlers=options.gradient_handlers,
             plugins=options.plugins,
             seed=options.seed,
