@@ -14,6 +14,7 @@ from par_groups import Digest, LaneCounts, digest_of
 from par_layers import initialize, layer_set, parallelize
 from par_precision.exact.grid import GridHooks
 from par_precision.exact.squares import exact_squares, squares_of
+from par_precision.exact.sums import MARGIN
 from par_train.jobs.byte_gpt import fill_, make_gpt
 
 from ._cases import Case
@@ -40,11 +41,11 @@ from ._training import (
 LANES = LaneCounts(data=8)
 """One row of a batch each. 1, 2 and 4 data ranks divide them."""
 
-TENSOR_LANES = LaneCounts(data=8, tensor=4)
-"""The same, and four blocks of each sharded weight, also on ranks that have all of them."""
+LAYER_LANES = LaneCounts(data=8, tensor=4, sequence=4)
+"""The same, and four blocks of each sharded weight and of each sequence, also on ranks that have all of them."""
 
 PRECISIONS = ("fp32", "bf16")
-SO_FAR = ("data", "pipeline", "tensor")
+SO_FAR = ("data", "pipeline", "tensor", "sequence")
 """Axes whose cells must run. A cell with another axis joins as soon as a strategy accepts it."""
 
 
@@ -58,12 +59,13 @@ def must_run(case: Case) -> bool:
     """Whether a strategy may not refuse this configuration."""
     parallel = case.options["parallel"]
     is_exact = set(parallel).issubset(SO_FAR) and parallel.get("tensor", {"mode": "1d"})["mode"] == "1d"
+    is_exact = is_exact and parallel.get("sequence", {"mode": "gather"})["mode"] == "gather"
     return is_exact and case.model != "Mixture" and not case.muon
 
 
 def lanes_of(case: Case) -> LaneCounts:
     """Return the lanes of a configuration; the packed model has sizes that tensor lanes do not divide."""
-    return LANES if case.model == "Packed" else TENSOR_LANES
+    return LaneCounts(data=8, sequence=4) if case.model == "Packed" else LAYER_LANES
 
 
 def fingerprint(digest: Digest, curve: Curve) -> str:
@@ -93,7 +95,8 @@ def one_device(
         initialize(whole, SEED)
     else:
         whole = llama(blocks, tied=tied, sizes=sizes)
-        if lanes.tensor > 1:
+        if lanes.in_layers:
+            layers.context.transformers_(whole)
             parallelize(whole, layers)
     whole.to(device)
     weights = dict(whole.named_parameters())
@@ -105,7 +108,7 @@ def one_device(
     GridHooks(whole, lanes.data)
     data = ShardedDataLoader(loader(), rank=0, num_replicas=1, seed=SEED)
     data.device = torch.device(device)
-    batches, curve, scale = endless(data), Curve([], []), 2.0 ** round(math.log2(CONTEXT * lanes.data))
+    batches, curve, scale = endless(data), Curve([], []), MARGIN * 2.0 ** round(math.log2(CONTEXT * lanes.data))
     cut = cut_by_documents(layers.context)
     for _ in range(steps):
         rows, total = next(batches), 0.0
@@ -127,7 +130,7 @@ def one_device(
         for master, weight in zip(masters, weights.values(), strict=True):
             weight.grad = None
             weight.data.copy_(master.data)
-        scale = 2.0 ** round(math.log2(total))
+        scale = MARGIN * 2.0 ** round(math.log2(total))
         curve.norms.append(norm.item())
     return digest_of(zip(weights, masters, strict=True), None), curve
 
@@ -141,9 +144,11 @@ def lane_loss(whole: Any, layers: Any, rows: tuple[Tensor, Tensor], model: str, 
         return summed(whole, whole(*batch.inputs, **batch.kwargs).float(), batch.target[0]) / counts, counts
     if model in OURS:
         return layers.cross_entropy(whole(inputs).float(), targets, classes=whole[-1].head.vocabulary), 1.0
-    logits = whole(input_ids=inputs, use_cache=False).logits.float().flatten(0, 1)
     counts = targets.numel()
-    if layers.rules.lanes.tensor > 1:
+    if layers.rules.lanes.in_layers:
+        batch, tokens = layers.context.cut({"input_ids": inputs})
+        logits = whole(**batch, par_tokens=tokens, use_cache=False).logits.float().flatten(0, 1)
         loss = layers.cross_entropy(logits, targets.flatten(), classes=logits.shape[-1], reduction="sum")
         return loss / counts, float(counts)
+    logits = whole(input_ids=inputs, use_cache=False).logits.float().flatten(0, 1)
     return nn.functional.cross_entropy(logits, targets.flatten(), reduction="sum") / counts, float(counts)

@@ -1,24 +1,28 @@
 """Controls of canonical numerics: a rule that is switched off changes the bits, and a fault is found by name."""
 
+import functools
+import operator
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from par_groups import agree, on_grid, segments_of
 from par_precision.exact import grid, sums
 from par_train import Strategy
 from par_train.strategy.handlers import PipelineShared
 
-from ._canonical import canonical, one_device
+from ._canonical import LANES, LAYER_LANES, canonical, one_device
 from ._cases import case
 from ._training import Run, strategy_of
 
 TABLE = "0.tokens.weight"
 
 
-def after_one_step(case, device, *, break_model=lambda _: None, break_optimizer=lambda _: None):
+def after_one_step(case, device, *, break_model=lambda _: None, break_optimizer=lambda _: None, lanes=LANES):
     """The digest after the first step, without clipping: a norm would spread a fault to all parameters."""
-    with strategy_of(canonical(case), "fp32", device) as strategy:
+    with strategy_of(canonical(case, lanes), "fp32", device) as strategy:
         run = Run(strategy, 3, tied=case.tied)
         run.optimizer.clip_norm = None
         break_model(run.model)
@@ -48,6 +52,35 @@ def test_lanes_in_another_order_change_bits_only_off_the_grid(rounds, monkeypatc
             optimizer.step()
             digests.append(str(strategy.digest(model)))
     assert (digests[0] == digests[1]) == rounds
+
+
+def one_after_another(parts):
+    return functools.reduce(operator.add, parts)
+
+
+def of_all_tokens(_, x):
+    return on_grid(x.float().flatten(0, -2).sum(0))
+
+
+@pytest.mark.storm
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("axis", "name", "target", "replacement"),
+    [
+        ("tensor", "TP2", "par_layers.modes.lanes.tree", one_after_another),
+        ("tensor", "SP2", "par_layers.modes.chunks.ChunkSums.of_tokens", of_all_tokens),
+        ("sequence", "Gather2", "par_layers.context.modes.lanes.tree", one_after_another),
+    ],
+    ids=["lanes of features", "chunks of rows", "lanes of queries"],
+)
+def test_sums_in_another_order_change_bits(axis, name, target, replacement, device, monkeypatch):
+    found = []
+    for switched_off in (False, True):
+        if switched_off:
+            monkeypatch.setattr(target, replacement)
+        digests = [after_one_step(case(**each), device, lanes=LAYER_LANES) for each in ({}, {axis: name})]
+        found.append(digests[0].differing(digests[1]) == [])
+    assert found == [True, False]
 
 
 @pytest.mark.ranks(2)
@@ -84,12 +117,36 @@ def test_a_lost_tie_is_found_by_name(device, monkeypatch):
 
 @pytest.mark.ranks(2)
 def test_an_exchanged_shard_is_found_by_name(device):
+    names = set()
+
     def exchange(optimizer):
-        shard = next(tensor for group in optimizer.param_groups for tensor in group["params"])
+        shard, name = next(
+            pair for group in optimizer.param_groups for pair in zip(group["params"], group["param_names"], strict=True)
+        )
         both = [torch.empty_like(shard.grad) for _ in range(2)]
         dist.all_gather(both, shard.grad)
         shard.grad.copy_(both[1 - dist.get_rank()])
+        for own in agree(None, [segment.name for segment in segments_of(shard, name)]).values():
+            names.update(own)
 
     healthy = after_one_step(case(2, zero=1), device)
     broken = after_one_step(case(2, zero=1), device, break_optimizer=exchange)
-    assert 0 < len(healthy.differing(broken)) < len(healthy.tensors)
+    assert set(healthy.differing(broken)) == names
+    assert 0 < len(names) < len(healthy.tensors)
+
+
+@pytest.mark.ranks(2)
+def test_exchanged_blocks_of_tensor_ranks_are_found_by_name(device):
+    def exchange(gradient):
+        both = [torch.empty_like(gradient) for _ in range(2)]
+        dist.all_gather(both, gradient.contiguous())
+        return both[1 - dist.get_rank()]
+
+    def break_model(model):
+        model[2].expand.weight.register_hook(exchange)
+
+    cell = case(tensor="TP2")
+    healthy, broken = (
+        after_one_step(cell, device, break_model=each, lanes=LAYER_LANES) for each in (lambda _: None, break_model)
+    )
+    assert healthy.differing(broken) == ["2.expand.weight"]
