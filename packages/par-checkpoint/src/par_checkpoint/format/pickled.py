@@ -96,7 +96,9 @@ def check_whole(tensors: Mapping[str, torch.Tensor], path: str) -> None:
                 ".contiguous() on it before torch.save"
             )
         storages[storage.data_ptr()] = storage.nbytes()
+        # Equal views count once, because tied weights share their bytes on purpose.
         views[storage.data_ptr(), int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()] = size
+    # Different views of one storage may be many. A factor leaves room for models that store slices of one tensor.
     if sum(views.values()) > _SHARED * sum(storages.values()):
         raise CheckpointError(
             f"{path}: its tensors are views that share {sum(storages.values())} bytes, and would take "
@@ -187,6 +189,7 @@ def place_of(tensor: torch.Tensor, size: int, path: str) -> tuple[int, int]:
         raise CheckpointError(f"{path} holds a tensor of shape {shape} that is not contiguous; save it anew")
     begin = checkpoint_offset(tensor) + int(tensor.storage_offset()) * width
     end = begin + tensor.numel() * width
+    # A tensor is mapped at this place, so it must be aligned and inside the file.
     if begin % width or end > size:
         raise corrupt(path, f"has a tensor of shape {shape} at bytes {begin} to {end} of {size}")
     return begin, end
@@ -242,6 +245,7 @@ class _Checked(io.RawIOBase):
             self._source.read_into(begin, block)
             if self._crcs is not None and crc32c(block) != self._crcs[number]:
                 raise CorruptError(corrupt_block(self._path, number, begin, []))
+            # torch reads the directory at the end, then jumps between headers and data, so a few blocks are kept.
             self._blocks = {**dict(list(self._blocks.items())[-2:]), number: block}
         return self._blocks[number]
 
@@ -274,11 +278,13 @@ def _check_stored(file: IO[bytes] | io.RawIOBase, path: str) -> None:
     except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
         raise corrupt(path, f"is a broken zip file ({error})") from error
     for entry in entries:
+        # A compressed entry could expand to far more memory than the file has bytes.
         if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
             raise CheckpointError(
                 f"{path}: entry {entry.filename!r} is compressed, {entry.file_size} bytes in {entry.compress_size}, "
                 "which torch.save never does; save it anew with torch.save where you trust it"
             )
+    # Entries that overlap would multiply the bytes of the file in memory.
     if sum(entry.file_size for entry in entries) > file.seek(0, io.SEEK_END):
         raise CheckpointError(f"{path}: its entries overlap, which torch.save never does; do not trust it")
 

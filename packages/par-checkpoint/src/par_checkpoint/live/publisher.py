@@ -101,7 +101,8 @@ class Publisher:
             self._rank, self._ranks = session.ranks.rank, session.ranks.size
             self._number: int = session.ranks.on_first(register)
         self._newest: tuple[int, WeightCopy] | None = None
-        self._commits: dict[int, int] = {}  # number of committed updates, by version
+        # `Publication.wait` counts generators, and a generator may have skipped to a later version.
+        self._commits: dict[int, int] = {}
         self._changed = threading.Condition()
         self._error: Exception | None = None
         self._closing = threading.Event()
@@ -128,6 +129,7 @@ class Publisher:
                     raise CheckpointError(f"generators cannot be reached any longer: {self._error}") from self._error
                 if self._newest is not None and version <= self._newest[0]:
                     raise ValueError(f"version={version}: {self._newest[0]} is published; pass a larger number")
+                # The copy is made on every publish, because the trainer may replace its tensors between two versions.
                 content = collect(self._state)
                 found = WeightCopy.like(content, self._dtype)
                 found.copy_from_(content.entries)
@@ -149,6 +151,7 @@ class Publisher:
             held = session.ranks.agree(copy)
             with self._changed:
                 self._newest = version, held
+            # The version is offered only after every rank holds its copy, so no generator can ask for a missing part.
             session.ranks.on_first(offer)
         return Publication(version=version, bytes=held.bytes, seconds=time.perf_counter() - begin, _publisher=self)
 
@@ -167,6 +170,7 @@ class Publisher:
         """Wait for committed updates of a version or of later ones."""
 
         def is_over() -> bool:
+            # A later version also serves a caller that waits for this one.
             done = sum(count for number, count in self._commits.items() if number >= version)
             return done >= generators or self._error is not None
 
@@ -216,6 +220,7 @@ class Publisher:
                 return newest if newest is not None and newest[0] >= version else None
 
             newest = transaction.wait_for(at_least, self._timeout, f"version {version}")
+            # Another rank has dropped this version already, so the attempt cannot succeed.
             if newest[0] != version:
                 raise TransactionAborted("a newer version has replaced it")
         except TransactionAborted as error:

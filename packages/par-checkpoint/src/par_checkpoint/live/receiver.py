@@ -104,6 +104,7 @@ class Receiver:
             content = session.ranks.agree(look)
             self._place = session.ranks.rank, session.ranks.size
             self._name: str = session.ranks.broadcast(uuid.uuid4().hex)
+        # One copy of the weights in host memory is filled by the thread, and the served weights stay untouched.
         self._memory = WeightCopy.like(content, None)
         self._staged: Staged | None = None
         self._has: tuple[int, int] | None = None  # publisher and version of what was fetched last
@@ -131,6 +132,7 @@ class Receiver:
                 return self._staged, [int(self._staged is not None)]
 
             staged, (ready,) = session.ranks.tell(look, 1)
+        # All ranks must apply the version at the same call. A rank that already has it waits for the slowest.
         return staged if ready == self._place[1] else None
 
     def close(self) -> None:
@@ -168,6 +170,7 @@ class Receiver:
                 version = self._fetch(*begun)
                 if version is not None:
                     self._has = begun[0], version
+                    # The memory must not change until the generator has applied the version or loaded its tensors.
                     self._is_free.clear()
                     self._staged = Staged(self, version, self._memory)
         except dist.DistError as error:
@@ -195,6 +198,7 @@ class Receiver:
         # A publisher that has taken over may not have published yet; nobody sends the versions of the one before.
         if (publisher, version) == self._has or publisher != self._store.add("publishers", 0):
             return None
+        # The counter orders the requests of all generators, and the publisher serves them in this order.
         number = self._store.add(f"{publisher}/updates", 1)
         self._store.set(key, f"{publisher} {number}")
         Transaction(self._store, publisher, number).announce("generator", size)

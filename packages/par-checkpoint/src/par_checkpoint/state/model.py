@@ -69,6 +69,7 @@ def model_state(model: Model) -> ModelState:
             objects[name] = value
             continue
         check_plain(name, value)
+        # A tensor with several names is stored once, under its first name, as in Transformers.
         stored = first.setdefault(_identity(value), name)
         if stored == name:
             tensors[name] = value
@@ -101,6 +102,7 @@ def copied(model: nn.Module, found: ModelState) -> list[str]:
     """
     own = {storage_of(tensor) for tensor in (*model.parameters(), *model.buffers()) if _has_memory(local_of(tensor))}
     strange = [name for name, tensor in found.tensors.items() if tensor.numel() and storage_of(tensor) not in own]
+    # A tensor that has another storage at the next call was created by a hook for this call.
     again = model_state(model).tensors if strange else {}
     return [name for name in strange if storage_of(again[name]) != storage_of(found.tensors[name])]
 
@@ -241,6 +243,7 @@ def check_layout(of_ranks: Sequence[LayoutNames]) -> None:
         ValueError: No rank has a name; the message contains it.
     """
     unknown = {name for lacking, _ in of_ranks for name in lacking}
+    # With a pipeline, each rank has only some names of a common layout.
     unknown -= {name for _, having in of_ranks for name in having}
     if unknown:
         raise ValueError(f"layout names {min(unknown)!r}, but the model has no such tensor; correct or remove it")
@@ -303,6 +306,7 @@ def device_for(device: str | torch.device | None, model: Model | None) -> torch.
         return torch.device(device)
     tensors = {} if model is None else model_state(model).tensors
     mesh = next((tensor.device_mesh for tensor in tensors.values() if hasattr(tensor, "device_mesh")), None)
+    # A rank of a device mesh has one device. Without a mesh, only the caller could name the device.
     if mesh is None or mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())

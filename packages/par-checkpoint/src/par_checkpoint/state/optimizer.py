@@ -88,6 +88,7 @@ class Naming:
     def __init__(self, model: Model | None, names: Mapping[str, str], layout: Mapping[str, Sharding]) -> None:
         pairs = [] if model is None else list(named_parameters(unwrapped(model)))
         self._by_id = {id(tensor): name for name, tensor in pairs}
+        # par-zero steps views of flat parameters, which share their storage with the model and are no masters.
         self._storages = {local_of(tensor).untyped_storage().data_ptr() for _, tensor in pairs if not tensor.is_meta}
         self._names, self._layout = names, layout
 
@@ -136,7 +137,8 @@ class Naming:
             )
         recorded = {self._names.get(name, name): name for name in segments.names}
         in_files = (Segment(name, segments[own]) for name, own in recorded.items())
-        repeats = segments.derived and bool(self._by_id)  # the model beside it, which is saved too
+        # A derived buffer is computed from parameters of the model, which the same checkpoint contains.
+        repeats = segments.derived and bool(self._by_id)
         return PackedSlots(
             tensor=tensor,
             segments=Segments(in_files),
@@ -149,7 +151,8 @@ class Naming:
         """Return whether a tensor is the optimizer's own copy, and not a parameter of the model or a view of one."""
         if id(tensor) in self._by_id:
             return False
-        own = not self._by_id and not attributes.SEGMENTS.is_on(tensor)  # no model beside it that it could differ from
+        # Without a model there is nothing from which the tensor could differ, so it is the weight itself.
+        own = not self._by_id and not attributes.SEGMENTS.is_on(tensor)
         return not own and local_of(tensor).untyped_storage().data_ptr() not in self._storages
 
 
@@ -178,6 +181,7 @@ def optimizer_state(optimizer: Optimizer, naming: Naming) -> OptimizerState:
             if scalars is None:
                 _note(found, packed, state)
                 continue
+            # Parameters in one flat tensor may have stepped differently often, so each of them has its own scalars.
             own = {slot for of_name in scalars.values() for slot in of_name} | {SCALARS}
             _note(found, packed.of(scalars), {slot: value for slot, value in state.items() if slot not in own})
             for name, of_name in scalars.items():
@@ -222,6 +226,7 @@ def slot_sharding(packed: PackedSlots, segment: Segment, slot: str, value: torch
         return sharding_of(value)
     if tuple(local_of(value).shape) == tuple(local_of(packed.tensor).shape):
         return segment.sharding
+    # A slot of another shape, such as the row means of Adafactor, has no rule by which a shard could be split.
     if value.dim() == 0 or (len(packed.segments) == 1 and segment.sharding.local_numel == segment.sharding.numel):
         return whole(tuple(value.shape), (0,))
     raise ValueError(
@@ -245,6 +250,7 @@ def other_kind(optimizer: Optimizer, group: Mapping[str, object], saved: Mapping
     """
     own = _numbers(getattr(optimizer, "defaults", {})) - saved.keys()
     others = _numbers(saved) - group.keys()
+    # Schedulers and newer versions of torch add options on one side, so only differences on both sides count.
     if not (own and others):
         return None
     return f"has {_listed(others)} in the {kind} and not {_listed(own)}: another kind of optimizer"

@@ -130,6 +130,7 @@ class KeptFolder(LocalFolder):
             # sets.
             if seeing not in places:
                 places.append(seeing)
+            # From now on, only hosts whose copy of this block is intact read it.
             parts[name][number] = places.index(seeing)
             folder = part_name(self.record.homes[name][number], len(self.record.hosts))
             what = f"block {number} of {name!r} in {folder} of {self.url!r} is corrupt on host " + " and ".join(
@@ -171,6 +172,7 @@ class KeptSource:
         """Fill the view with the bytes from `begin` on."""
         while len(view):
             number, end = -1, self._record.data_begin
+            # Bytes before `data_begin` belong to the header, which every part has.
             if begin >= end:
                 number = (begin - end) // self._record.block
                 end += (number + 1) * self._record.block
@@ -220,6 +222,7 @@ def seen_in(whole: Path) -> tuple[SeenShards, dict[tuple[SaveId, int], Path]]:
     counts: dict[SaveId, int] = {}
     broken = []
     for entry in sorted(scan(whole), key=lambda entry: entry.name):
+        # Links are never followed: a part must be a folder that a save has created.
         if part_of(entry.name) is None or not entry.is_dir(follow_symlinks=False):
             continue
         try:
@@ -270,6 +273,7 @@ def united(seen: Sequence[tuple[Sequence[int], SeenShards]]) -> FoundShards:
         for save, (count, parts) in own.parts.items():
             places = found.setdefault(save, [()] * count)
             for part in parts:
+                # A part may be on several hosts: on its own host and, as a copy, on neighbours.
                 places[part] = tuple(sorted((*places[part], *ranks)))
     return FoundShards(ranks=found, broken=[text for _, own in seen for text in own.broken])
 
@@ -292,6 +296,7 @@ def find_kept(whole: LocalFolder, ranks: Ranks) -> tuple[KeptFolder | None, str 
     if save is None:
         return None, found.missing()
     mine = {part: path for (of, part), path in paths.items() if of == save}
+    # One rank of each host reads the small files, and the other hosts receive them only if theirs are corrupt.
     leads = any(of_host[0] == ranks.rank for of_host, _ in ranks.machines())
     own, wrong = ranks.agree(lambda: _sound_small(mine.values() if leads else ()))
     every = [files for _, files in ranks.distinct(own) if files]  # of all hosts the same, but for those that were lost
@@ -316,6 +321,7 @@ def _sound_small(parts: Iterable[Path]) -> tuple[dict[str, bytes], list[str]]:
         faults += wrong
         if not wrong:
             record = decode_part(small[RECORD], str(part / RECORD))
+            # Records differ only in the part and its host. Without these two fields, all hosts have equal bytes.
             return small | {RECORD: encode_part(replace(record, part=0, keeper=0))}, faults
     return {}, faults
 

@@ -149,6 +149,7 @@ class FsspecStore:
 
     def replace(self, path: str, data: bytes, beside: str) -> None:
         """Write an object; on a local disk, where it would be empty for a moment, beside it and renamed."""
+        # A write to a local file first empties it, and a reader could see that. A rename replaces it in one step.
         if not isinstance(self.fs, LocalFileSystem):
             self.put(path, data)
             return
@@ -162,8 +163,10 @@ class FsspecStore:
         for name in names:
             with self.told(), contextlib.suppress(FileNotFoundError):
                 self.fs.rm_file(f"{folder}/{name}")
+            # Stores without real folders ignore the removal of a folder. On others an empty folder would remain.
             parents.update(f"{folder}/{name[:end]}" for end in range(len(name)) if name[end] == "/")
         self.fs.invalidate_cache()
+        # The deepest folders go first, because a folder must be empty to be removed.
         for path in sorted(parents, key=len, reverse=True):
             with contextlib.suppress(OSError):  # it is not empty, or no such thing
                 if not self.fs.ls(path, detail=False):
@@ -202,6 +205,7 @@ class FsspecStore:
         except (CheckpointError, FileExistsError, NotADirectoryError, MemoryError):
             raise
         except FileNotFoundError as error:
+            # A write creates the object, so only its bucket can be missing.
             if writes and not isinstance(self.fs, LocalFileSystem):
                 raise self._no_bucket(error) from error
             raise
@@ -215,6 +219,8 @@ class FsspecStore:
         except Exception as error:
             if isinstance(error, OSError) and error.errno == errno.ELOOP:
                 raise FileNotFoundError(str(error)) from error
+            # A temporary error is retried by the caller. An error of the local disk, such as a full disk, has a clear
+            # message.
             if passes(error) or (isinstance(error, OSError) and isinstance(self.fs, LocalFileSystem)):
                 raise  # it is asked again, or is an error of the disk, such as that it is full
             if type(error).__name__ in _NOT_THERE:
@@ -334,6 +340,7 @@ class RangedSource:
             return
 
         def fill() -> None:
+            # A broken request, or a jump to another byte, needs a new request up to the end of the range.
             if self._range is None or self._at != begin:
                 self.close()
                 self._range, self._at = self._whole.ask(begin, max(self._end, end)), begin
@@ -369,6 +376,7 @@ class StreamWriter:
 
     def write_at(self, begin: int, view: memoryview) -> None:
         """Write the view at byte `begin`, which must be the current end."""
+        # A stream cannot go back, so each write must continue at the end of the last one.
         if begin != self._end:
             raise ValueError(f"{self._path} is written from beginning to end: byte {begin} cannot follow {self._end}")
         with self._told():
