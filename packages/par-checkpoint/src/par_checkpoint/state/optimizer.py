@@ -88,7 +88,7 @@ class Naming:
     def __init__(self, model: Model | None, names: Mapping[str, str], layout: Mapping[str, Sharding]) -> None:
         pairs = [] if model is None else list(named_parameters(unwrapped(model)))
         self._by_id = {id(tensor): name for name, tensor in pairs}
-        # par-zero steps views of flat parameters, which share their storage with the model and are no masters.
+        # A tensor of the optimizer may be a view of a parameter. It shares its storage, and is no master.
         self._storages = {local_of(tensor).untyped_storage().data_ptr() for _, tensor in pairs if not tensor.is_meta}
         self._names, self._layout = names, layout
 

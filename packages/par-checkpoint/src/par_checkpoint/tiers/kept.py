@@ -296,7 +296,7 @@ def find_kept(whole: LocalFolder, ranks: Ranks) -> tuple[KeptFolder | None, str 
     if save is None:
         return None, found.missing()
     mine = {part: path for (of, part), path in paths.items() if of == save}
-    # One rank of each host reads the small files, and the other hosts receive them only if theirs are corrupt.
+    # One rank per host reads the small files of its parts, so each file is read once.
     leads = any(of_host[0] == ranks.rank for of_host, _ in ranks.machines())
     own, wrong = ranks.agree(lambda: _sound_small(mine.values() if leads else ()))
     every = [files for _, files in ranks.distinct(own) if files]  # of all hosts the same, but for those that were lost
