@@ -84,7 +84,7 @@ def test_every_budget_gives_the_same_bits(zero, tmp_path):
     _, spent, kept = trained({"device": 2**30}, zero)
     assert not spent.shares.part("optimizer")
     assert kept[0] < kept[1] == kept[2], "inputs alone at first, then all"
-    assert "layers keep all they can" in str(spent)
+    assert "layers save all of their" in str(spent)
     everything, moments, most = spent.state, 8 * ELEMENTS / (2 if zero else 1), kept[2]
     least = everything - moments + kept[0] + most / 3 + PADDING  # no moments, and one layer runs again
     for device in (least, least + 0.4 * moments, everything + most + PADDING):
@@ -212,7 +212,7 @@ def test_state_comes_back_from_a_disk_or_layers_keep_more_whichever_saves_more(m
     (_, slow, few), (_, quick, many) = found["slow"], found["quick"]
     assert slow.recalled > 0 == quick.recalled
     assert max(few) < max(many)
-    assert "return to memory" in str(slow)
+    assert "to memory" in str(slow)
     assert "all of it stays on the disk: saved activations save more time per byte" in str(quick)
 
 
