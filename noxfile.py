@@ -88,8 +88,12 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def storms(session: nox.Session) -> None:
-    """What `tests` leaves out: kills by the wall clock, terminals, the rest of large products; before a release."""
+    """What `tests` leaves out: kills by the wall clock, terminals, the rest of large products; before a release.
+
+    Then property tests, with many examples of this run's own.
+    """
     run_suite(session, "-m", "storm", *session.posargs)
+    run_pytest(session, *workers(), "-m", "hypothesis", "--hypothesis-profile", "par-storms", *session.posargs)
 
 
 @nox.session

@@ -8,6 +8,7 @@ import par_checkpoint
 from par_groups import ProcessGroups, Topology, sharding_of
 from par_layers import PartialGradientReducer, initialize, layer_set
 from par_layers.examples import GPT
+from par_testing import storm
 
 ONE_D = {"mode": "1d"}
 BY_SEQUENCE = {"mode": "1d", "sequence_parallel": True}
@@ -132,7 +133,7 @@ def trained(request, tmp_path):
     return tmp_path / "c", everything(model, optimizer, already_whole), request.param
 
 
-@pytest.mark.ranks([2, 4])
+@pytest.mark.ranks([storm(2), 4])
 def test_a_checkpoint_of_one_device_loads_in_every_mode(trained):
     path, expected, tied = trained
     check_that_it_loads(path, OTHERS[dist.get_world_size()], expected, tied=tied)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from par_layers.pretrained import balance_factor
-from par_testing import once
+from par_testing import once, storm
 from par_train import Strategy
 
 from .tiny_llama import TEXT, WORDS
@@ -85,7 +85,7 @@ def test_a_folder_of_an_encoder_is_refused(family, tmp_path):
                 strategy.execute_pipeline(iter([{"input_ids": torch.ones(2, 8, dtype=int)}]), model, None, optimizer)
 
 
-@pytest.mark.ranks([2, 4])
+@pytest.mark.ranks([storm(2), 4])
 def test_heads_that_no_stage_is_said_to_have_are_refused():
     """With tensor ranks too, before these have cut anything."""
     vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}

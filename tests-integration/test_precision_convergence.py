@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from par_precision import mixed
-from par_testing import for_each
+from par_testing import for_each, storm
 from par_zero import shard, summon
 
 CONTEXT, BATCH, STEPS = 16, 16, 60
@@ -74,7 +74,7 @@ def fp32():
     return final_loss("fp32")
 
 
-@pytest.mark.parametrize("precision", WITHIN)
+@pytest.mark.parametrize("precision", [storm(each) if each.endswith("amp") else each for each in WITHIN])
 def test_a_precision_trains_to_the_loss_of_fp32(precision, fp32):
     start, reference = fp32
     _, found = final_loss(precision)

@@ -65,8 +65,7 @@ def train(module, optimizer, steps, *, ranks=1, rank=0):
     return norms, losses
 
 
-@for_each(stage=(0, storm(1), storm(2), 3))
-@pytest.mark.parametrize("precision", DISTANCE)
+@for_each(stage=(0, storm(1), storm(2), 3), precision=DISTANCE)
 @pytest.mark.ranks(2, timeout=120)
 def test_training_under_zero_follows_one_device(stage, precision):
     fused = (stage + list(DISTANCE).index(precision)) % 2 == 0  # each of both at every stage and in every precision

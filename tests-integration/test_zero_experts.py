@@ -13,7 +13,7 @@ import par_checkpoint
 from par_groups import ProcessGroups, Topology, settle_
 from par_layers import LayerSet, PartialGradientReducer, initialize, layer_set
 from par_precision import clip_grad_norm_
-from par_testing import assert_equal_to_one_device
+from par_testing import assert_equal_to_one_device, storm
 from par_zero import DataParallelGroup, Offload, shard
 
 DENSE = ("data", "sequence", "expert")
@@ -160,7 +160,7 @@ def test_experts_under_zero_train_as_on_one_device_deepspeed_4966_5008_pytorch_1
     check_all((1, 3), WORLDS[4][2:])
 
 
-@pytest.mark.ranks([2, 4], timeout=120)
+@pytest.mark.ranks([storm(2), 4], timeout=120)
 @pytest.mark.storm
 def test_experts_in_any_world_train_at_every_stage_as_on_one_device():
     check_all((0, 1, 2, 3), WORLDS[dist.get_world_size()])

@@ -12,6 +12,7 @@ from torch import nn
 
 import par_checkpoint as pc
 from par_groups import Box, Sharding
+from par_testing import storm
 
 from .helpers import policies
 
@@ -340,7 +341,7 @@ def test_a_disk_that_fails_in_the_middle_of_a_load_is_told_with_what_it_leaves_b
     assert ("is now undefined: load it again" in str(caught.value)) != unchanged
 
 
-@pytest.mark.ranks([2, 3])
+@pytest.mark.ranks([storm(2), 3])
 def test_blocks_of_which_every_rank_reads_its_own_part_are_verified_together(tmp_path):
     rank, size = dist.get_rank(), dist.get_world_size()
     state, layout = rows(rank, size, 1)

@@ -19,6 +19,7 @@ from par_checkpoint import _torch_private as private
 from par_checkpoint import verify as check
 from par_checkpoint.transfer.ranks import Ranks
 from par_groups import Box, Sharding, on_written, set_sharding
+from par_testing import storm
 
 from .helpers import Pipeline2, Tensor2, make_model, rectangle, train
 
@@ -238,7 +239,7 @@ def test_saves_and_loads_talk_little(monkeypatch, tmp_path):
             counted.clear()
 
 
-@pytest.mark.ranks([2, 4])
+@pytest.mark.ranks([storm(2), 4])
 def test_no_rank_collects_an_object_of_every_other_one(monkeypatch, tmp_path):
     rank, size = dist.get_rank(), dist.get_world_size()
     for name in ("all_gather_object", "gather_object", "scatter_object_list"):

@@ -10,7 +10,7 @@ from torch import nn
 
 from par_precision import Float8Linear, _float8, convert_to_float8_, mixed
 from par_precision._float8 import check_float8
-from par_testing import count_collectives
+from par_testing import count_collectives, storm
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FLOATS = (torch.bfloat16, torch.float32)
@@ -266,7 +266,7 @@ def test_a_device_without_float8_is_refused(monkeypatch):
 
 
 @pytest.mark.cpu(reason="float8 runs on NVIDIA GPUs and CPUs")
-@pytest.mark.ranks([2, 4])
+@pytest.mark.ranks([storm(2), 4])
 def test_ranks_with_a_group_round_like_one_device_with_all_of_the_data():
     """A share of the rows each; only the first has large numbers, which turn small ones subnormal."""
     rank, ranks = dist.get_rank(), dist.get_world_size()

@@ -12,7 +12,7 @@ from torch import nn
 
 from par_checkpoint import CheckpointError, State, TensorSlice, reshard
 from par_groups import Sharding, set_sharding, whole
-from par_testing import for_each
+from par_testing import for_each, storm
 
 from ..helpers import RUNS, Run, make_model, rectangle, train
 from .cuts import KINDS, lacking, rectangles, sharded, values
@@ -79,7 +79,7 @@ def test_reshard_of_drawn_cuts_receives_the_lower_bound(pairs):
         assert received == bound, pair
 
 
-@pytest.mark.ranks([2, 3, 5])
+@pytest.mark.ranks([storm(2), storm(3), 5])
 def test_reshard_between_separate_ranks_moves_all():
     world, rng = dist.get_world_size(), random.Random(1)
     for givers in range(1, world):
@@ -114,8 +114,7 @@ def test_reshard_with_a_budget_of_one_element_moves_all():
     assert received == bound
 
 
-@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("target", [torch.float32, torch.bfloat16, torch.float16])
+@for_each(source=[torch.float32, torch.bfloat16, torch.float64], target=[torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.ranks(2)
 def test_reshard_casts_on_the_rank_with_the_wider_dtype(source, target):
     rng = random.Random(4)

@@ -10,9 +10,10 @@ import torch.distributed as dist
 
 from par_checkpoint import _torch_private as private
 from par_checkpoint.transfer.ranks import Ranks
+from par_testing import storm
 
 
-@pytest.mark.ranks([1, 2, 3])
+@pytest.mark.ranks([storm(1), storm(2), 3])
 @pytest.mark.parametrize("few", [0, 16])
 def test_values_are_told_once_by_each_kind_of_rank(monkeypatch, few):
     monkeypatch.setattr("par_checkpoint.transfer.ranks._FEW", few)
@@ -27,7 +28,7 @@ def test_values_are_told_once_by_each_kind_of_rank(monkeypatch, few):
         assert ranks.broadcast("z" * length if rank == 0 else None) == "z" * length
 
 
-@pytest.mark.ranks([1, 2, 3, 5])
+@pytest.mark.ranks([storm(1), storm(2), storm(3), 5])
 def test_bytes_come_up_to_the_first_rank_and_sums_to_all():
     rank, size, ranks = dist.get_rank(), dist.get_world_size(), Ranks(dist.group.WORLD, timeout=300)
     assert ranks.total([rank, 1, 1 << 40]) == [size * (size - 1) // 2, size, size << 40]

@@ -120,7 +120,7 @@ def run_cases(configs, cases):
                 compare(context, *case)
 
 
-@pytest.mark.ranks([1, 2, 4])
+@pytest.mark.ranks([storm(1), storm(2), 4])
 def test_output_and_gradients_are_those_of_one_device():
     run_cases(MODES[dist.get_world_size()], TYPICAL)
 

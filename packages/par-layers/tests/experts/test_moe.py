@@ -109,7 +109,7 @@ def run(pairs, **options):
             raise
 
 
-@pytest.mark.ranks([2, 4])
+@pytest.mark.ranks([storm(2), 4])
 def test_a_layer_over_ranks_is_the_dense_loop():
     run(covering(WORLDS[dist.get_world_size()]), num_shared_experts=1)
 

@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from par_layers import layer_set
 from par_layers._random_bits import random_bits
+from par_testing import storm
 
 from ..helpers import FROM_4, MODES, filled, in_the_typical_modes, modes, numbers, run_checks
 
@@ -146,7 +147,7 @@ def test_every_bit_of_a_place_is_a_coin():
     assert signs.mean(1).abs().max() < 5e-3
 
 
-@pytest.mark.ranks([2, 4])
+@pytest.mark.ranks([storm(2), 4])
 def test_attention_drops_others_on_each_tensor_rank():
     """All heads are alike, and so are the weights: only what is dropped tells the ranks apart."""
     for mode in modes():

@@ -7,7 +7,7 @@ from torch import nn
 
 from par_groups import ProcessGroups, Topology, sharding_of
 from par_layers import PartialGradientReducer, parallelization_of, parallelize
-from par_testing import assert_equal_to_one_device, for_each, keep_fp64
+from par_testing import assert_equal_to_one_device, for_each, keep_fp64, storm
 
 from .helpers import TEXT, assert_steps_equal, close, labels, live, make, tokens
 
@@ -46,7 +46,7 @@ def adapted(family, *, model=None, **options):
     return inside
 
 
-@pytest.mark.ranks([2, 4], timeout=120)
+@pytest.mark.ranks([storm(2), 4], timeout=120)
 def test_adapters_train_as_on_one_device():
     """Each family, and on 4 ranks, where heads of keys are copied, those that have fewer of them."""
     if dist.get_world_size() == 2:
@@ -58,7 +58,7 @@ def test_adapters_train_as_on_one_device():
 
 
 @pytest.mark.storm
-@pytest.mark.ranks([2, 4], timeout=120)
+@pytest.mark.ranks([storm(2), 4], timeout=120)
 def test_adapters_of_every_family_train_as_on_one_device():
     for sequence in (False, True):
         check_adapters(sequence=sequence, families=TARGETS)

@@ -82,7 +82,7 @@ def compare_steps(whole, cut, groups):
     assert_equal_to_one_device(cut, whole, gradients=True, rtol=EXACT, atol=EXACT, reason=reason)
 
 
-@pytest.mark.ranks([2, 4], timeout=240)
+@pytest.mark.ranks([storm(2), 4], timeout=240)
 @pytest.mark.parametrize("others", [False, pytest.param(True, marks=pytest.mark.storm)], ids=["typical", "others"])
 def test_dealt_experts_equal_one_device(others):
     """Two backwards, of different numbers of tokens on each rank; with the model's own loss for balance."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from par_layers import communication_volumes, parallelize, verify_plan
-from par_testing import count_collectives, keep_fp64, once
+from par_testing import count_collectives, for_each, keep_fp64, once, storm
 
 from .helpers import FAMILIES, FURTHER, MIXED, assert_steps_equal, labels, live, make, tokens
 
@@ -83,12 +83,12 @@ def check_costs(family, groups):
     assert_steps_equal(whole, cut, groups, use_cache=False)
 
 
+@for_each(sequence=(storm(False), True))
 @pytest.mark.ranks(4)
-def test_plans_of_further_families_are_proven():
+def test_plans_of_further_families_are_proven(sequence):
     """Of one whose loss is ours, and of one that computes its loss itself, of whole logits."""
     batch = {"input_ids": tokens(), "labels": labels(2)}
-    for sequence in (False, True):
-        with live(sequence_parallel=sequence) as groups, keep_fp64():
-            for family in FURTHER:
-                compared = verify_plan(lambda family=family: make(family), groups, batch)
-                assert compared.worst < 1e-10, (family, sequence, compared)  # fp64 sums in another order
+    with live(sequence_parallel=sequence) as groups, keep_fp64():
+        for family in FURTHER:
+            compared = verify_plan(lambda family=family: make(family), groups, batch)
+            assert compared.worst < 1e-10, (family, compared)  # fp64 sums in another order

@@ -81,7 +81,7 @@ def boom():
 
 
 @for_each(case=[storm(("1f1b", False)), ("interleaved", True), ("zb_v", False)])
-@pytest.mark.ranks([2, 4])
+@pytest.mark.ranks([storm(2), 4])
 def test_a_stage_that_raises_raises_everywhere_and_after_reset_the_next_step_is_right(case):
     name, apart = case
     send_tensors_apart(apart)

@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 from par_data import FolderText
 from par_groups import ProcessGroups, Topology, part_of
 from par_pipeline.schedules.registry import SCHEDULES
-from par_testing import once
+from par_testing import once, storm
 from par_train import Strategy
 from par_train._errors import TrainingError
 from par_train.jobs.byte_gpt import fill_, make_gpt
@@ -127,8 +127,13 @@ def assert_same_run(trainer, results, reference):
 @pytest.mark.ranks(2, timeout=120)
 @pytest.mark.parametrize(
     ("schedules", "tied"),
-    [(WHOLE_BACKWARDS, True), (SPLIT_BACKWARDS, True), (["zb_v"], False)],
-    ids=["whole backwards", "split backwards", "untied"],
+    [
+        (["1f1b", "interleaved", "zb_h1", "zb_v"], True),
+        (["zb_v"], False),
+        storm(WHOLE_BACKWARDS, True),
+        storm(SPLIT_BACKWARDS, True),
+    ],
+    ids=["one of a kind", "untied", "whole backwards", "split backwards"],
 )
 def test_every_schedule_trains_as_one_device_does(schedules, tied):
     """With a table that the ends share, which is one message more: on two ranks, or on one where the ends meet."""

@@ -20,7 +20,7 @@ from par_plan.experts.costs import BESIDE
 from par_plan.inputs import Machine, TrainingJob
 from par_plan.prediction import predict
 from par_plan.shape import ExpertLayers, Shape
-from par_testing import count_collectives, live_bytes, live_storages
+from par_testing import count_collectives, live_bytes, live_storages, storm
 from par_train import Strategy
 from par_train.jobs.byte_gpt import fill_, make_gpt
 from par_train.jobs.options import ModelOptions
@@ -198,14 +198,16 @@ def assert_rows_as_routed(parallel):
 
 ON_TWO = [
     ({"expert": 2}, 0),
-    ({"expert": 2}, 1),
-    ({"expert": 2}, 2),
     ({"expert": 2}, 3),
     ({"expert": 2}, 1, UNEVENLY),
-    ({"tensor": TP, "expert": WHOLE}, 1),
-    ({"tensor": SP, "expert": WHOLE}, 1),
     ({"tensor": SP, "expert": WHOLE}, 1, UNEVENLY),
     ({"tensor": TP, "expert": COPIED}, 1),
+]
+MORE_ON_TWO = [
+    ({"expert": 2}, 1),
+    ({"expert": 2}, 2),
+    ({"tensor": TP, "expert": WHOLE}, 1),
+    ({"tensor": SP, "expert": WHOLE}, 1),
 ]
 ON_FOUR = [
     ({"expert": 2}, 1),
@@ -221,9 +223,10 @@ ON_FOUR = [
 ]
 
 
+@pytest.mark.parametrize("cases", [ON_TWO, storm(MORE_ON_TWO)], ids=["typical", "more"])
 @pytest.mark.ranks(2, timeout=120, backend="gloo")
-def test_on_two_ranks():
-    for case in ON_TWO:
+def test_on_two_ranks(cases):
+    for case in cases:
         assert_as_predicted(*case)
 
 

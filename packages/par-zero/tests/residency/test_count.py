@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from par_groups import settle_
-from par_testing import for_each, live_bytes, peak_bytes
+from par_testing import for_each, live_bytes, peak_bytes, storm
 from par_zero import MixedPrecision, Offload, Residency, memory, no_sync, residency, shard, summon
 
 from ..helpers import policies
@@ -19,7 +19,7 @@ PARAMETERS = BLOCKS * CHUNK  # divisible by 16 x 4, so that nothing is padded
 SLACK = 4096  # step counters, flags and the loss: some bytes each
 FP32, BF16 = {}, {"param_dtype": torch.bfloat16}
 BF16_FP32_SUMS = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-CASES = ((0, BF16), (1, FP32), (2, FP32), (2, BF16), (3, FP32), (3, BF16_FP32_SUMS))
+CASES = ((0, BF16), storm(1, FP32), (2, FP32), storm(2, BF16), storm(3, FP32), (3, BF16_FP32_SUMS))
 
 
 def blocks():

@@ -76,7 +76,7 @@ def pytest_load_initial_conftests() -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Declares the markers, and how property tests run: as long as it takes, and with the same examples every time.
 
-    `--hypothesis-profile=default` draws others.
+    `--hypothesis-profile=par-storms` draws others, and more.
     """
     config.addinivalue_line(
         "markers",

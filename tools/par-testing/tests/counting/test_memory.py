@@ -9,11 +9,9 @@ from par_testing import live_bytes, peak_bytes, saved_bytes
 
 @pytest.fixture(autouse=True)
 def few_objects():
-    """Leaves out of every count, as ranks do, what other tests have imported: a collection of it all takes a second."""
+    """Leaves out of every count, as ranks do, what other tests have made."""
     gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+    gc.freeze()  # for good: to unfreeze would return all that the session has imported, which takes a second to search
 
 
 def test_each_storage_is_counted_once_and_parameters_are_left_out():

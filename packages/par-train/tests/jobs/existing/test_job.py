@@ -249,6 +249,7 @@ def check_handed_on(tiny, folder, changes, *, rows=4, **common):
     assert column(folder / "parts", "samples") == column(folder / "whole", "samples")  # of the last step
 
 
+@pytest.mark.storm  # the trainer's tests pack documents, and the first test here goes on under each axis
 @pytest.mark.ranks(2, timeout=120)
 def test_packed_rows_are_cut_over_sequence_ranks_and_gone_on_with_whole(tiny, tmp_path):
     changes = [{"parallel": over("ring"), "zero": 3}, {}, {"parallel": over("ulysses"), "zero": 1}]
