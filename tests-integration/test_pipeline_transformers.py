@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from par_pipeline import Pipeline, build_stage, schedule
+from par_testing import for_each
 
 transformers = pytest.importorskip("transformers")
 LlamaConfig, LlamaForCausalLM = transformers.LlamaConfig, transformers.LlamaForCausalLM  # loaded once for all ranks
@@ -24,8 +25,8 @@ def loss_of(logits, tokens):
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
+@for_each(name=["1f1b", "zb_h1", "zb_v", "interleaved"])
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", ["1f1b", "zb_h1", "zb_v", "interleaved"])
 def test_loss_and_gradients_of_a_llama_are_those_of_the_whole(name):
     model = llama()
     whole = copy.deepcopy(model)

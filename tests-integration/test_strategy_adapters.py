@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from par_groups import part_of
+from par_testing import storm
 from par_train import Strategy
 
 from . import tiny_llama
@@ -148,7 +149,7 @@ def test_adapters_are_drawn_trained_resumed_and_written_as_on_one_device(tmp_pat
 
 
 @pytest.mark.ranks(2, timeout=120)
-@pytest.mark.parametrize("family", ["GPT2", "Mixtral"])
+@pytest.mark.parametrize("family", [storm("GPT2"), "Mixtral"])
 def test_an_adapter_of_peft_is_trained_on_and_merged(tmp_path, family):
     """Linears that lie the other way round; experts that lie otherwise in files than in memory."""
     options = {"GPT2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, "Mixtral": {"num_local_experts": 4}}

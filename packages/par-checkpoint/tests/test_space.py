@@ -97,8 +97,14 @@ def filled(disk, when):
 KINDS = [{}, {"async_": True}, {"writer": "owner"}, {"style": "torch"}]
 
 
-@pytest.mark.parametrize("overwrite", [True, False])
-@pytest.mark.parametrize("when", ["first file", "middle", "manifest"])
+@pytest.mark.parametrize(
+    ("when", "overwrite"),
+    [
+        *((when, True) for when in ("first file", "middle", "manifest")),
+        ("middle", False),
+        *(storm(when, False) for when in ("first file", "manifest")),
+    ],
+)
 @pytest.mark.ranks(2)
 def test_a_disk_that_fills_up_is_told_everywhere_and_leaves_the_old(disk, when, overwrite):
     root, group = disk / "root", alone()

@@ -333,9 +333,8 @@ def test_without_an_optimizer_gradients_are_none_of_ours():
         assert_same({"": module(batch(0, width=8))}, {"": mlp()(batch(0, width=8))})
 
 
+@for_each(stage=STAGES, offload=[None, {"optimizer": "host"}, {"optimizer": {"host": 0.3, "disk": 0.3}}])
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("offload", [None, {"optimizer": "host"}, {"optimizer": {"host": 0.3, "disk": 0.3}}])
-@pytest.mark.parametrize("stage", STAGES)
 def test_shard_parameter_that_is_kept_is_used_in_fp32(stage, offload, tmp_path):
     """A router in fp32 within a module in bf16: the same numbers as casts in the forward give."""
     seen = []

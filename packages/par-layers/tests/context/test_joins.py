@@ -25,6 +25,7 @@ from par_layers.context.modes.gather import GatherOptions, attend, plan_gather
 from par_layers.context.modes.ring import plan_ring
 from par_layers.context.pieces import AttentionPiece, pieces
 from par_layers.context.steps import AttentionOptions, Gradient, Keys, Masks, Queries
+from par_testing import storm
 
 from . import flash
 from .dense import cut_rows, dense
@@ -206,7 +207,7 @@ def by_joined_pieces(monkeypatch):
     monkeypatch.setattr(attention_module, "choose_kernels", lambda *_: Kernels(CudaFlash(), CpuFlash()))
 
 
-@pytest.mark.ranks([1, 2, pytest.param(4, marks=pytest.mark.storm)])
+@pytest.mark.ranks([storm(1), 2, pytest.param(4, marks=pytest.mark.storm)])
 def test_joined_pieces_are_attention_of_one_device():
     world = dist.get_world_size()
     with pytest.MonkeyPatch.context() as monkeypatch:

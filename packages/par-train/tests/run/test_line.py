@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from par_testing import for_each
 from par_train import LoggingPolicy, MonitoringPolicy, Run, Strategy
 
 A, B = {"math": 1.0}, {"code": 3.0}
@@ -27,23 +28,23 @@ def train(folder, logged, until=4, parallel=None, *, log_every):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+LOGGED = {
+    "alternating": ([[A, B], [B, A]], {"math": 1.0, "code": 3.0}),
+    "names": ([[A, B]] * 2, {"math": 1.0, "code": 3.0}),
+    "order": ([[{"a": 1.0, "b": 2.0}, {"b": 4.0, "a": 3.0}]] * 2, {"a": 2.0, "b": 3.0}),
+    "rank 0": ([[{"loss": 1.0}, {}]] * 2, {"loss": 1.0}),
+    "rank 1": ([[{}, {"loss": 5.0, "rows": 2}]] * 2, {"loss": 5.0, "rows": 8}),
+    "kinds of ranks": ([[{"part": WHOLE}, {"part": 0.5}]] * 2, {"part": 0.25}),
+    "kinds of steps": ([[{"part": 1}] * 2, [{"part": 0.5}] * 2], {"part": 0.75}),
+    "numpy": ([[{"loss": np.float32(0.5), "rows": np.int64(2)}] * 2] * 2, {"loss": 0.5, "rows": 16}),
+}
+
+
+@for_each(name=LOGGED)
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    ("logged", "expected"),
-    [
-        ([[A, B], [B, A]], {"math": 1.0, "code": 3.0}),
-        ([[A, B]] * 2, {"math": 1.0, "code": 3.0}),
-        ([[{"a": 1.0, "b": 2.0}, {"b": 4.0, "a": 3.0}]] * 2, {"a": 2.0, "b": 3.0}),
-        ([[{"loss": 1.0}, {}]] * 2, {"loss": 1.0}),
-        ([[{}, {"loss": 5.0, "rows": 2}]] * 2, {"loss": 5.0, "rows": 8}),
-        ([[{"part": WHOLE}, {"part": 0.5}]] * 2, {"part": 0.25}),
-        ([[{"part": 1}] * 2, [{"part": 0.5}] * 2], {"part": 0.75}),
-        ([[{"loss": np.float32(0.5), "rows": np.int64(2)}] * 2] * 2, {"loss": 0.5, "rows": 16}),
-    ],
-    ids=["alternating", "names", "order", "rank-0", "rank-1", "kinds-of-ranks", "kinds-of-steps", "numpy"],
-)
-def test_run_log_other_names_on_each_rank_have_own_means(tmp_path, logged, expected):
-    lines = train(tmp_path, logged, log_every=2)
+def test_run_log_other_names_on_each_rank_have_own_means(tmp_path, name):
+    logged, expected = LOGGED[name]
+    lines = train(tmp_path / name, logged, log_every=2)
     found = [{name: value for name, value in line.items() if name in expected} for line in lines]
     assert found[-1] == expected
     assert [list(each) for each in found] == [list(expected)] * 2
@@ -63,11 +64,11 @@ def test_run_log_count_that_becomes_a_mean_is_no_count(tmp_path):
     assert "part_per_second" not in lines[1]
 
 
+@for_each(logs=[(0, 1, 2, 3), (1, 3), (3,)])
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("logs", [(0, 1, 2, 3), (1, 3), (3,)])
 def test_run_log_ranks_of_a_tensor_group_count_once(tmp_path, logs):
     logged = [[{"loss": float(rank // 2), "rows": 5} if rank in logs else {} for rank in range(4)]] * 2
-    (line,) = train(tmp_path, logged, log_every=4, parallel={"tensor": {"size": 2, "mode": "1d"}})
+    (line,) = train(tmp_path / str(len(logs)), logged, log_every=4, parallel={"tensor": {"size": 2, "mode": "1d"}})
     data = {rank // 2 for rank in logs}
     assert (line["loss"], line["rows"]) == (sum(data) / len(data), 4 * 5 * len(data))
 

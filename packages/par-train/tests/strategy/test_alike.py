@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from par_testing import for_each
 from par_train import Strategy
 
 PIPELINE = {"parallel": {"pipeline": 2}, "pipeline": {"microbatches": 2}}
@@ -66,8 +67,8 @@ def digest_of(seen):
     return criterion
 
 
+@for_each(name=SOURCES)
 @pytest.mark.ranks(2, timeout=120)
-@pytest.mark.parametrize("name", SOURCES)
 def test_stages_read_the_same_rows_of_another_loader(name):
     """Inputs that belong to other targets have an error that never goes away; these have y = 3 x."""
     random.seed(dist.get_rank())

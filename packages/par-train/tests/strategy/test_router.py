@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from par_layers import LoadBalancing, Router, RouterConfig
+from par_testing import for_each, storm
 from par_train import Strategy
 
 
@@ -45,12 +46,13 @@ def test_the_bias_of_the_choice_stays_in_fp32_where_weights_do_not(precision):
         assert torch.equal(model.gate.e_score_correction_bias, torch.full((4,), 1.0 + 1e-3).add_(moved))
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("precision", ["bf16", "bf16-sr"])
-@pytest.mark.parametrize(
-    ("parallel", "zero"), [({}, 0), ({}, 2), ({}, 3), ({"pipeline": 2}, 1), ({"tensor": {"size": 2, "mode": "1d"}}, 1)]
-)
-def test_router_of_transformers_stays_in_fp32_as_it_declares(parallel, zero, precision):
+CASES = (({}, 0), ({}, 2), ({}, 3), ({"pipeline": 2}, 1), ({"tensor": {"size": 2, "mode": "1d"}}, 1))
+
+
+@for_each(case=CASES, precision=("bf16", storm("bf16-sr")))  # whose bias is rounded by the same rule above
+@pytest.mark.ranks(2, timeout=120)
+def test_router_of_transformers_stays_in_fp32_as_it_declares(case, precision):
+    parallel, zero = case
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16}
     sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0}
