@@ -17,6 +17,8 @@ from par_zero.offload.errors import DiskErrors
 from par_zero.programs.record import StepRecord
 
 STAGES = (0, 1, 2, 3)
+KINDS_OF_STAGES = (0, storm(1), 2, 3)
+"""For tests that ask one thing of every stage: stage 1 reduces, steps and gathers as stage 2 does."""
 
 
 def _check_program(record):

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from par_testing import for_each
 from par_zero import shard, summon
 
-from .helpers import adamw, assert_same, batch, copies, loss_of, mlp
+from .helpers import KINDS_OF_STAGES, adamw, assert_same, batch, copies, loss_of, mlp
 
 
 class OwnAdamW(torch.optim.AdamW):
@@ -36,7 +36,7 @@ def trained(stage, kind, default):
         return copies(module)
 
 
-@for_each(stage=(0, 1, 2, 3), kind=(adamw, OwnAdamW))
+@for_each(stage=KINDS_OF_STAGES, kind=(adamw, OwnAdamW))
 @pytest.mark.ranks(2)
 def test_step_with_another_default_device_gives_the_same(stage, kind):
     assert_same(trained(stage, kind, "meta"), trained(stage, kind, "cpu"))

@@ -11,6 +11,7 @@ from par_testing import for_each
 from par_zero import shard, summon
 
 from .helpers import (
+    KINDS_OF_STAGES,
     OPTIMIZERS,
     STAGES,
     adamw,
@@ -333,7 +334,7 @@ def test_without_an_optimizer_gradients_are_none_of_ours():
         assert_same({"": module(batch(0, width=8))}, {"": mlp()(batch(0, width=8))})
 
 
-@for_each(stage=STAGES, offload=[None, {"optimizer": "host"}, {"optimizer": {"host": 0.3, "disk": 0.3}}])
+@for_each(stage=KINDS_OF_STAGES, offload=[None, {"optimizer": "host"}, {"optimizer": {"host": 0.3, "disk": 0.3}}])
 @pytest.mark.ranks(2)
 def test_shard_parameter_that_is_kept_is_used_in_fp32(stage, offload, tmp_path):
     """A router in fp32 within a module in bf16: the same numbers as casts in the forward give."""

@@ -21,6 +21,7 @@ from par_testing import count_collectives, for_each
 from par_zero import Overlap, no_sync, reset, shard, summon
 
 from .helpers import (
+    KINDS_OF_STAGES,
     STAGES,
     adamw,
     assert_near,
@@ -480,7 +481,7 @@ class Stumbling(nn.Module):
         raise ArithmeticError("backward stumbles")
 
 
-@for_each(stage=STAGES, where=("forward", "backward"))
+@for_each(stage=KINDS_OF_STAGES, where=("forward", "backward"))
 @pytest.mark.ranks(2)
 def test_after_an_exception_and_reset_the_next_step_is_right(stage, where):
     module, optimizer = sharded(Stumbling(), stage, sgd)
@@ -553,7 +554,7 @@ REPLACED = {"assign": assigned, "vector": from_vector, "to": lambda module: modu
 ALL_REPLACED = r"'\d\.\d\.\w+' was replaced after shard\(\), .*copy_\(\)"
 
 
-@for_each(stage=STAGES, how=REPLACED)
+@for_each(stage=KINDS_OF_STAGES, how=REPLACED)
 @pytest.mark.ranks(2)
 def test_parameters_that_are_replaced_inside_summon_are_named_at_its_end(stage, how):
     module, _ = sharded(mlp(), stage)

@@ -16,7 +16,19 @@ from par_groups import segments_of, sharding_of, written_
 from par_testing import for_each, live_bytes, peak_bytes, storm
 from par_zero import shard, summon
 
-from .helpers import OPTIMIZERS, STAGES, adamw, assert_same, batch, for_each_stage, policies, sgd, train, whole
+from .helpers import (
+    KINDS_OF_STAGES,
+    OPTIMIZERS,
+    STAGES,
+    adamw,
+    assert_same,
+    batch,
+    for_each_stage,
+    policies,
+    sgd,
+    train,
+    whole,
+)
 
 
 class Block(nn.Module):
@@ -262,7 +274,7 @@ class Counted:
         self.names.extend(prefix + name for name, _ in unit.named_buffers())
 
 
-@for_each(stage=STAGES, units=UNITS)
+@for_each(stage=KINDS_OF_STAGES, units=UNITS)
 @pytest.mark.ranks(1)
 def test_every_tensor_is_filled_once_under_its_first_name(stage, units):
     """But what blocks have beside tied parameters, five tensors each, which are filled once more, in vain."""

@@ -13,10 +13,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from par_testing import Strict, count_collectives, for_each, storm
+from par_testing import Strict, count_collectives, for_each
 from par_zero import no_sync, shard, summon
 
 from .helpers import (
+    KINDS_OF_STAGES,
     STAGES,
     adamw,
     assert_near,
@@ -112,7 +113,7 @@ def test_no_sync_after_a_reduced_backward_adds_up_too(stage):
     assert_near(whole(module), copies(reference))
 
 
-@for_each(stage=(0, storm(1), 2, 3), how=("none", "zero", "module", "module zero"))
+@for_each(stage=KINDS_OF_STAGES, how=("none", "zero", "module", "module zero"))
 @pytest.mark.ranks(2)
 def test_gradients_are_dropped_in_every_way(stage, how):
     """Reduced ones, and those that wait under no_sync."""
@@ -178,7 +179,7 @@ def flat_state(optimizer):
     ]  # moments, not counts
 
 
-@for_each(stage=STAGES, none=(True, False))
+@for_each(stage=KINDS_OF_STAGES, none=(True, False))
 @pytest.mark.ranks(2)
 def test_what_no_rank_uses_keeps_value_and_moments(stage, none):
     module, optimizer = sharded(Branching(), stage, bucket=10**6)
@@ -283,7 +284,7 @@ class Checkpointed(nn.Module):
         return self.last(x)
 
 
-@for_each(stage=STAGES, reentrant=(True, False))
+@for_each(stage=KINDS_OF_STAGES, reentrant=(True, False))
 @pytest.mark.ranks(2)
 def test_activation_checkpointing_changes_nothing(stage, reentrant):
     module, optimizer = sharded(Checkpointed(reentrant), stage)
@@ -589,7 +590,7 @@ def test_what_nobody_holds_any_more_is_freed(stage):
     assert [each() for each in seen] == [None, None, None]
 
 
-@for_each(stage=STAGES, quiet=(False, True))
+@for_each(stage=KINDS_OF_STAGES, quiet=(False, True))
 @pytest.mark.ranks(2)
 def test_a_gradient_of_a_gradient(stage, quiet):
     """Its pass needs the parameters that the one before gave back, were it not for its graph or for no_sync."""

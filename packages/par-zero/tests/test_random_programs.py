@@ -68,8 +68,8 @@ def check(program, one_process=None):
 
 
 @pytest.mark.parametrize("seeds", [range(1), storm(range(1, 25))], ids=["some", "others"])
-@for_each(name=SETUPS)
-@pytest.mark.ranks([storm(2), 3], timeout=300)
+@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.ranks([storm(2), 3], timeout=120)
 def test_random_programs_equal_one_process(name, seeds):
     setup = SETUPS[name]
     programs = [draw(setup, dist.get_world_size(), seed) for seed in seeds]

@@ -13,7 +13,7 @@ from par_zero import reset, shard
 from par_zero.layout.sharers import Groups, Sharers
 from par_zero.reduce.in_flight import Reductions
 
-from .helpers import assert_near, assert_same, batch, copies, policies, sgd, sharded, whole
+from .helpers import KINDS_OF_STAGES, assert_near, assert_same, batch, copies, policies, sgd, sharded, whole
 
 
 class Noted:
@@ -133,7 +133,7 @@ class Mixed(nn.Module):
 
 
 @pytest.mark.cpu(reason="waits of a strict device block its host, unlike NCCL")
-@for_each(stage=(0, 1, 2, 3))
+@for_each(stage=KINDS_OF_STAGES)
 @pytest.mark.ranks(2)
 def test_nothing_in_backward_waits_for_a_rank_that_waits_for_this_one_in_backward(stage):
     """Rank 1 has no gradient for its last chunk but one, so it reduces at the end, below an exchange with rank 0."""
@@ -326,7 +326,7 @@ def test_what_is_frozen_and_trained_in_turn_is_reduced_rightly():
     assert_near(whole(module), copies(reference))
 
 
-@for_each(stage=(0, 1, 2, 3), hybrid=(False, True))
+@for_each(stage=KINDS_OF_STAGES, hybrid=(False, True))
 @pytest.mark.ranks(4)
 def test_a_mean_of_16_bits_does_not_overflow_where_the_sum_would(stage, hybrid):
     rank = dist.get_rank()

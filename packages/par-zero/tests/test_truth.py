@@ -9,7 +9,7 @@ from par_groups import gradients
 from par_testing import for_each
 from par_zero import no_sync, reset, summon
 
-from .helpers import adamw, assert_near, batch, copies, joint, loss_of, mlp, sgd, sharded, whole
+from .helpers import KINDS_OF_STAGES, adamw, assert_near, batch, copies, joint, loss_of, mlp, sgd, sharded, whole
 
 STAGES = (0, 1, 2, 3)
 
@@ -27,7 +27,7 @@ def both(stage, program, make=sgd):
     assert_near(whole(ours[0]), copies(its[0]))
 
 
-@for_each(stage=STAGES)
+@for_each(stage=KINDS_OF_STAGES)
 @pytest.mark.ranks(2)
 def test_gradients_set_to_none_in_the_module_are_dropped(stage):
     def program(module, optimizer, data):
@@ -40,7 +40,7 @@ def test_gradients_set_to_none_in_the_module_are_dropped(stage):
     both(stage, program)
 
 
-@for_each(stage=STAGES)
+@for_each(stage=KINDS_OF_STAGES)
 @pytest.mark.ranks(2)
 def test_some_gradients_set_to_none_are_dropped_alone(stage):
     def program(module, optimizer, data):
@@ -53,7 +53,7 @@ def test_some_gradients_set_to_none_are_dropped_alone(stage):
     both(stage, program, adamw)
 
 
-@for_each(stage=STAGES)
+@for_each(stage=KINDS_OF_STAGES)
 @pytest.mark.ranks(2)
 def test_gradients_stay_until_they_are_dropped(stage):
     def program(module, optimizer, data):
@@ -87,7 +87,7 @@ def test_a_part_called_by_itself_adds_to_what_stays(stage):
     both(stage, program)
 
 
-@for_each(stage=STAGES)
+@for_each(stage=KINDS_OF_STAGES)
 @pytest.mark.ranks(2)
 def test_a_gradient_by_hand_raises_before_the_step(stage):
     module, optimizer = sharded(mlp(), stage, sgd)
@@ -126,7 +126,7 @@ READERS = {
 }
 
 
-@for_each(stage=STAGES, reader=tuple(READERS))
+@for_each(stage=KINDS_OF_STAGES, reader=tuple(READERS))
 @pytest.mark.ranks(2)
 def test_a_read_of_a_gradient_in_the_module_raises_by_name(stage, reader):
     module, optimizer = sharded(mlp(), stage, sgd)
@@ -139,7 +139,7 @@ def test_a_read_of_a_gradient_in_the_module_raises_by_name(stage, reader):
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
-@for_each(stage=STAGES)
+@for_each(stage=KINDS_OF_STAGES)
 @pytest.mark.ranks(2)
 def test_a_step_of_gradients_that_wait_for_their_sum_raises(stage):
     module, optimizer = sharded(mlp(), stage, sgd)

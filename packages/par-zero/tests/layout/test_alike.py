@@ -9,6 +9,8 @@ from par_groups import Box, Sharding, set_sharding
 from par_testing import for_each
 from par_zero import DataParallelGroup, shard, sync_module_states_
 
+from ..helpers import KINDS_OF_STAGES
+
 
 class Drawn(nn.Module):
     """A layer that is trained, behind random features that are not; each rank draws its own."""
@@ -37,7 +39,7 @@ def is_first(module, expected):
 
 
 @pytest.mark.ranks(2)
-@for_each(stage=(0, 1, 2, 3))
+@for_each(stage=KINDS_OF_STAGES)
 def test_frozen_parameters_and_buffers_become_the_first_ranks(stage):
     expected, own = shared(Drawn(0)), Drawn(dist.get_rank())
     memory, pointer = own.memory.clone(), own.mask.data_ptr()

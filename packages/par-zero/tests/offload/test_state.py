@@ -13,7 +13,19 @@ from par_groups import settle_, slots_of
 from par_testing import for_each, storm
 from par_zero import MixedPrecision, memory, no_sync, shard, transfers
 
-from ..helpers import OPTIMIZERS, STAGES, assert_same, batch, loss_of, mlp, policies, sharded, uneven, whole
+from ..helpers import (
+    KINDS_OF_STAGES,
+    OPTIMIZERS,
+    STAGES,
+    assert_same,
+    batch,
+    loss_of,
+    mlp,
+    policies,
+    sharded,
+    uneven,
+    whole,
+)
 from .cases import BF16, Counting, counted, failing, moments, on_disk, small, two_models, with_copies, with_everything
 
 MAKERS = OPTIMIZERS | {
@@ -68,21 +80,21 @@ def test_state_on_host_changes_no_number(tmp_path):
 
 
 @pytest.mark.storm
-@for_each(name=tuple(MAKERS), stage=STAGES)
+@for_each(name=tuple(MAKERS), stage=KINDS_OF_STAGES)
 @pytest.mark.ranks(1, timeout=400)
 def test_every_optimizer_and_stage_on_one_rank(name, stage, tmp_path):
     compare(name, stage, tmp_path, parts=ALL_PARTS, steps=20)
 
 
 @pytest.mark.storm
-@for_each(name=tuple(MAKERS), stage=STAGES)
+@for_each(name=tuple(MAKERS), stage=KINDS_OF_STAGES)
 @pytest.mark.ranks(2, timeout=400)
 def test_every_optimizer_and_stage_on_two_ranks(name, stage, tmp_path):
     compare(name, stage, tmp_path, parts=ALL_PARTS, steps=20)
 
 
 @pytest.mark.storm
-@for_each(name=tuple(MAKERS), stage=STAGES)
+@for_each(name=tuple(MAKERS), stage=KINDS_OF_STAGES)
 @pytest.mark.ranks(4, timeout=400)
 def test_every_optimizer_and_stage_on_four_ranks(name, stage, tmp_path):
     compare(name, stage, tmp_path, parts=ALL_PARTS, steps=20)

@@ -10,6 +10,7 @@ from par_testing import for_each
 from par_zero import shard
 
 from ..helpers import (
+    KINDS_OF_STAGES,
     STAGES,
     WHOLE,
     Stumbling,
@@ -30,7 +31,7 @@ from ..helpers import (
 )
 
 
-@for_each(stage=STAGES, how=((False, True), (True, False)))
+@for_each(stage=KINDS_OF_STAGES, how=((False, True), (True, False)))
 @pytest.mark.ranks(2)
 def test_state_that_a_constructor_makes_is_cut_like_its_parameters(stage, how):
     atomic, fused = how
@@ -181,7 +182,7 @@ def stumble(*_):
     raise ArithmeticError("a hook stumbles")
 
 
-@for_each(stage=STAGES, where=("hook", "step"))
+@for_each(stage=KINDS_OF_STAGES, where=("hook", "step"))
 @pytest.mark.ranks(2)
 def test_a_step_that_has_failed_before_it_began_is_made_when_it_is_called_again(stage, where):
     results = []
