@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
@@ -97,7 +97,8 @@ def main() -> None:
         "the most that one call adds. It includes weights and optimizer state if the contender has its own. AdamW is "
         "fused in all cases. *precision*: the part of a step after backward, for 109 M parameters. *fp8*: 8 linear "
         "layers of 4096 x 4096 without bias, 8192 rows, forward and backward. *zero*: a step of a GPT under bf16 "
-        "autocast. *checkpoint*: fp32 weights and Adam moments of the GPT with 150 M parameters. *pipeline*: "
+        "autocast. *offload*: the same step with optimizer state on the host. *checkpoint*: "
+        "fp32 weights and Adam moments of the GPT with 150 M parameters. *pipeline*: "
         f"{MICROBATCHES} microbatches in bf16, compared with a plain loop over them."
     )
     with launch() as place:
@@ -231,22 +232,21 @@ def zero(bench: Bench) -> Iterator[Case]:
         yield Case(name=f"zero: {size.name}", contenders=contenders, calls=size.calls)
 
 
-def fully_sharded(bench: Bench, model: nn.Module) -> tuple[nn.Module, Optimizer]:
+def fully_sharded(bench: Bench, model: nn.Module, policy: OffloadPolicy | None = None) -> tuple[nn.Module, Optimizer]:
     """FSDP2, a unit for each block."""
-    mesh = init_device_mesh(bench.device.type, (1,))
+    mesh, policy = init_device_mesh(bench.device.type, (1,)), policy or OffloadPolicy()
     for each in model.children():
         if isinstance(each, Block):
-            fully_shard(each, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+            fully_shard(each, mesh=mesh, offload_policy=policy)
+    fully_shard(model, mesh=mesh, offload_policy=policy)
     return model, adam(model)
 
 
-def ours_at(stage: int, model: nn.Module) -> tuple[nn.Module, Optimizer]:
+def ours_at(stage: int, model: nn.Module, offload: Mapping[str, Any] | None = None) -> tuple[nn.Module, Optimizer]:
     """par-zero with its defaults; at stage 3, which takes no weights that autocast casts, they are gathered in bf16."""
     optimizer = adam(model)
-    shard(
-        model, optimizer, stage=stage, group=world(), precision={"param_dtype": torch.bfloat16 if stage == 3 else None}
-    )
+    precision = {"param_dtype": torch.bfloat16 if stage == 3 else None}
+    shard(model, optimizer, stage=stage, group=world(), precision=precision, offload=offload)
     return model, optimizer
 
 
@@ -263,6 +263,22 @@ def training(bench: Bench, size: Size, wrap: Callable[[nn.Module], tuple[nn.Modu
         optimizer.zero_grad()
 
     return Made(step)
+
+
+def offload(bench: Bench) -> Iterator[Case]:
+    """A step whose optimizer, and at stage 3 also parameters, are on the host."""
+    size = bench.sized(BIG)
+    wrappers: dict[str, Callable[[nn.Module], tuple[nn.Module, Optimizer]]] = {
+        "FSDP2, CPUOffloadPolicy": partial(fully_sharded, bench, policy=CPUOffloadPolicy()),
+        "all on the device": partial(ours_at, 2),
+        "optimizer='host'": partial(ours_at, 2, offload={"optimizer": "host"}),
+        "optimizer='host', overlap='backward'": partial(
+            ours_at, 2, offload={"optimizer": "host", "overlap": "backward"}
+        ),
+        "optimizer='host', parameters='host'": partial(ours_at, 3, offload={"optimizer": "host", "parameters": "host"}),
+    }
+    contenders = [Contender(name, partial(training, bench, size, wrap)) for name, wrap in wrappers.items()]
+    yield Case(name=f"offload: {size.name}", contenders=contenders, calls=size.calls)
 
 
 def checkpoint(bench: Bench) -> Iterator[Case]:
@@ -428,6 +444,7 @@ PARTS: dict[str, Callable[[Bench], Iterator[Case]]] = {
     "rounding": rounding,
     "fp8": float8,
     "zero": zero,
+    "offload": offload,
     "checkpoint": checkpoint,
     "pipeline": pipeline,
 }
