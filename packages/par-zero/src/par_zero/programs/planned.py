@@ -33,7 +33,9 @@ def register_model(
         # Gradients of pieces continue on the host of an accelerator, and are cast there.
         if not model.is_on_cpu and any(part.in_pieces for part in pieces):
             here = sum(part.stop - part.start for part in pieces if not part.in_pieces) * plan.dtype.itemsize
-            found = replace(found, cast=here if found.cast else 0, is_written=found.is_written or not here)
+            # Stages 0 and 1 keep the sum in the chunk's own buffer.
+            leaves = model.stage.shards_gradients and not here
+            found = replace(found, cast=here if found.cast else 0, is_written=found.is_written or leaves)
         chunks[plan.name] = found
     return RegisteredModel(
         sizes=ZeroProgram(
