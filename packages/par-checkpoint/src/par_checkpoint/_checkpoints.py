@@ -147,10 +147,8 @@ class Checkpoints:
         """Check whether steps can be saved to the root, or to each tier, before a run begins. Collective.
 
         Each host writes a file into each tier, looks for the files of the other hosts, and removes its own. All hosts
-        must
-        see a tier. The exception is the first tier if `copies` is set, which must not be larger than the number of
-        hosts.
-        Nothing else changes.
+        must see a tier. The exception is the first tier if `copies` is set, which must not be larger than the number of
+        hosts. Nothing else changes.
 
         Args:
             timeout: Seconds to wait for a rank that does not answer.
@@ -170,6 +168,7 @@ class Checkpoints:
         """
         with self._calling("clear", timeout) as session:
             session.settle("wait")
+            # All hosts share every tier but the first one, so one rank clears each of those.
             for number, root in enumerate(self._roots):
                 pruned = clear_tier(root, session.ranks, local=self.tiers is not None and number == 0)
                 if session.ranks.rank == 0:
@@ -278,12 +277,14 @@ class Checkpoints:
 
     def _tell(self, pruned: Pruned) -> None:
         for path, why in pruned.kept.items():
+            # Every save finds the same step again, and one warning is enough.
             if path not in self._kept:
                 self._kept.add(path)
                 warnings.warn(f"{path!r} is not removed, although it is old: {why}", stacklevel=2)
 
     def _check_alike(self, ranks: Ranks) -> None:
         """Raise ValueError, the first time, unless all ranks were given the same. Collective the first time."""
+        # The arguments never change, so the ranks compare them only once.
         if not self._compared:
             same = SameOptions(
                 {
@@ -343,11 +344,13 @@ class Checkpoints:
         """
         with self._calling("load", timeout_of(transfer)) as session:
             self._check_alike(session.ranks)
-            session.settle("wait")  # the step of a save under way counts
+            # A save in the background may complete a newer step, and the load should find it.
+            session.settle("wait")
             passed: Sequence[str] = ()
             if self.tiers is None:
                 path = session.ranks.on_first(lambda: newest(self.root))
             else:
+                # A nearer tier may have lost the newest step with its host. The slower tiers then decide.
                 step, _, passed = newest_step(self._roots, session.ranks)
                 path = None if step is None else self.name(step)
             if passed and session.ranks.rank == 0:

@@ -149,6 +149,7 @@ def encode_header(
     entries: dict[str, object] = {_METADATA: metadata} if metadata else {}
     dtypes = {name: safetensors_name(dtype, name) for name, (dtype, _) in tensors.items()}
     stored, begin = {}, 0
+    # Wide dtypes come first, as in safetensors, so that every tensor is aligned to its element size without padding.
     for name in sorted(tensors, key=lambda name: (order_of(tensors[name][0]), name)):
         if name == _METADATA or not _is_utf8(name):
             raise ValueError(f"{name!r} cannot be the name of a tensor in a safetensors file; rename it")
@@ -158,6 +159,7 @@ def encode_header(
         entries[name] = {"dtype": dtypes[name], "shape": shape, "data_offsets": (begin, end)}
         begin = end
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    # JSON permits trailing spaces, so they pad the header up to the first byte of data.
     text += b" " * (-(8 + len(text)) % alignment)
     if len(text) > MAX_HEADER:
         raise ValueError(f"a header of {len(text)} bytes is over {MAX_HEADER}; lower max_shard_size to have more files")
@@ -181,6 +183,7 @@ def decode_header(read: Callable[[int, int], bytes], size: int, file: str) -> Sa
     if not 2 <= length <= min(MAX_HEADER, size - 8):
         if first and (kind := other_kind(first)) is not None:
             raise CorruptError(f"{file} is {kind}")
+        # torch.save writes zip files, which begin with these bytes.
         if first.startswith(b"PK\x03\x04"):
             raise CorruptError(f"{file} is a file of torch.save; use the name pytorch_model.bin for it")
         raise corrupt(file, f"{size} bytes with a header of {length}, which must be 2 to {MAX_HEADER} and fit the file")
@@ -190,6 +193,7 @@ def decode_header(read: Callable[[int, int], bytes], size: int, file: str) -> Sa
     tensors = dict(sorted(stored.items(), key=lambda item: (item[1].begin, item[1].end)))
     begin = 0
     for name, tensor in tensors.items():
+        # safetensors allows neither gaps nor overlaps. A gap could hide data, and an overlap could multiply it.
         if tensor.begin != begin:
             kind = "leaves a hole after" if tensor.begin > begin else "overlaps"
             raise corrupt(f"{file}, tensor {name!r}", f"begins at byte {tensor.begin} and {kind} what ends at {begin}")

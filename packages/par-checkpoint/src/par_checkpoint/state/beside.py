@@ -45,8 +45,7 @@ def files_beside(
 
     Raises:
         ValueError: An asset does not exist, has the name of a file of ours or of another asset, or has a name that is
-            not
-            allowed in such a folder; the style does not use the stem; or transformers does not write the config.
+            not allowed in such a folder; the style does not use the stem; or transformers does not write the config.
         TypeError: JSON cannot represent the config.
     """
     if style == "torch" and stem != "model":

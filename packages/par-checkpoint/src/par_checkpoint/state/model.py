@@ -45,8 +45,7 @@ def model_state(model: Model) -> ModelState:
 
     Raises:
         ValueError: The elements of a tensor cannot be read from memory, see `check_plain`; or two names are equal
-            without
-            the prefixes of torch.compile.
+            without the prefixes of torch.compile.
         TypeError: A name is not a text, or a mapping contains nested tensors.
     """
     state = model.state_dict(keep_vars=True) if isinstance(model := unwrapped(model), nn.Module) else model
@@ -131,9 +130,8 @@ def rename(names: Names | None, keys: Iterable[str]) -> dict[str, str]:
 
     Args:
         names: A mapping of model names: names that it lacks do not change, and its other names, such as those of
-            another
-            pipeline stage, are ignored. Or pairs of a regular expression and its replacement, applied one after the
-            other. Or a function of the model's name.
+            another pipeline stage, are ignored. Or pairs of a regular expression and its replacement, applied one after
+            the other. Or a function of the model's name.
         keys: Names in the model.
 
     Raises:

@@ -149,6 +149,7 @@ def read_outline(
         raise CheckpointError(f"there is no folder {folder.url!r}; give the folder that holds the checkpoint")
     sizes = folder.sizes()
     check_linked(folder, MANIFEST)
+    # Without a manifest, another program has written the folder, and only the weights can be read.
     manifest = decode_manifest(folder.read(MANIFEST)) if MANIFEST in sizes else None
     side = {}
     if manifest is not None:
@@ -176,6 +177,7 @@ def read_outline(
             beside = decode(manifest.model, side) if section == "model" and manifest.model is not None else ()
             directories[section] = _read_object(folder, manifest, section, cast("Container[object]", beside))
         elif section == "model" and manifest is not None and _is_empty(manifest):
+            # A model without tensors has no file of weights, so a missing file is not an error.
             directories[section] = Directory({})
         elif section == "model":
             found = read_directory(folder, stem=stem, variant=variant, manifest=manifest)
@@ -256,6 +258,7 @@ def _read_object(folder: Folder, manifest: Manifest, section: str, beside: Conta
     if name not in manifest.files:
         raise CheckpointError(f"{folder.url!r} has no {name}; it was saved without it")
     places = _places_in_pickle(folder, section, name, manifest.files[name], beside)
+    # A file in torch style repeats tied tensors, and the directory names each tensor once.
     return Directory({key: place for key, place in places.items() if key not in manifest.tied})
 
 
@@ -270,6 +273,7 @@ def _with_pickles(folder: Folder, directory: Directory) -> Directory:
     by_file: dict[str, dict[str, StoredTensor]] = {}
     for name in directory.pickles:
         if local:
+            # torch maps local files, so a tensor takes no memory until it is read.
             tensors = load_pickle(_local_path(folder, name))
             by_file[name] = {
                 key: StoredTensor("", each.dtype, tuple(each.shape), 0, 0) for key, each in tensors.items()

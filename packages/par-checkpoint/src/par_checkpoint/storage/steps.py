@@ -49,8 +49,7 @@ def prune(
     """Remove old steps, and files that dead saves left next to them. Call it on one rank.
 
     It removes only directories with the name of a step and our manifest that contain only our files and standard
-    Hugging
-    Face files. Other directories and symbolic links stay, and the result names the reason.
+    Hugging Face files. Other directories and symbolic links stay, and the result names the reason.
 
     Args:
         root: Directory that contains the step directories, or its URL.

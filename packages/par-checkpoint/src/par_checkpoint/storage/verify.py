@@ -98,6 +98,7 @@ def faults_of(folder: Folder, *, deep: bool) -> VerifyReport:
     try:
         outline = read_outline(folder)
     except (CheckpointError, OSError) as error:
+        # One fault may hide others, so each file is also checked by itself.
         return VerifyReport(_wrong_one_by_one(folder, deep=deep) or [str(error)])
     manifest = outline.manifest
     if manifest is None:
@@ -177,6 +178,7 @@ def wrong_blocks(
     """Yield number and description of every block of a file, header first, whose checksum is wrong."""
     ranges = [(number, *ends) for number, ends in enumerate(block_ranges(record.size, record.data_begin, record.block))]
     if record.data_begin:
+        # The header has a checksum of its own, because it is written before the blocks exist.
         ranges.insert(0, (-1, 0, record.data_begin))
     mine = [block for block in ranges if is_mine(name, block[0])]
     if not mine:
@@ -189,6 +191,7 @@ def wrong_blocks(
             source.read_into(begin, memory)
             return crc32c(memory)
 
+        # Results arrive in the order of the blocks, so the first fault in the file is the first one reported.
         for (number, begin, end), crc in zip(mine, pool.map(checksum, mine), strict=True):
             if number < 0 and crc != record.header_crc:
                 yield number, f"the header of {folder.url}/{name} is corrupt: its checksum is wrong"

@@ -199,6 +199,7 @@ def _verify(given: argparse.Namespace) -> int:
             left = len(faults.lost)
             state += f", {left} of them in the way of a load" if left else ", but other parts have it: it can be loaded"
         _say(f"{path if isinstance(path, str) else ', '.join(path)}: {state}")
+        # A fault that a copy on another host repairs does not prevent a load, so the exit code stays 0.
         code = code or int(bool(faults.lost))
     return code
 
@@ -224,6 +225,7 @@ def _diff(given: argparse.Namespace) -> int:
             if line:
                 _say(f"{name}: {line}")
                 different += 1
+    # A comparison of two different versions of one checkpoint would mean nothing.
     if before != [version_of(folder) for folder in folders]:
         raise ReplacedError("one of the two was replaced while it was read; compare them when they rest")
     _say(f"{different} tensors differ" if different else "equal, tensor by tensor")
@@ -233,6 +235,7 @@ def _diff(given: argparse.Namespace) -> int:
 def _difference(a: torch.Tensor, b: torch.Tensor) -> str:
     """Describe how two tensors of one dtype and shape differ; return "" if they do not. A NaN equals a NaN."""
     a, b = _comparable(a), _comparable(b)
+    # A NaN differs from itself, but the same NaN in both files is no difference.
     count = int(((a != b) & ~(a.isnan() & b.isnan())).sum())
     if count == 0:
         return ""

@@ -233,8 +233,7 @@ class FsspecStore:
         """Raise StoreError if the bucket, container or share of a folder is missing, instead of the folder.
 
         A folder that does not exist yet is listed as empty at any depth; a path in a missing bucket is not. Object
-        stores
-        have no folders, so the first name of a path there is the bucket.
+        stores have no folders, so the first name of a path there is the bucket.
         """
         try:
             self.fs.find(folder, maxdepth=1)

@@ -19,13 +19,11 @@ def sync_aux_loss_(model: M, groups: ProcessGroups | dist.ProcessGroup) -> M:
 
     With `output_router_logits`, such a model adds E * sum(f * P) to its loss in training: f is the fraction of tokens
     routed to an expert, and P the mean of its scores, over the tokens of all layers in one forward. Each rank computes
-    f
-    and P of its own tokens only, and the mean of products is not the product of means. After this call f is the
-    fraction
-    over all ranks, by an all-reduce of E + 1 numbers per forward, and P stays the rank's own. The mean over ranks,
-    weighted by their tokens, then equals the loss of one device with all tokens in one forward, and so does its
-    gradient.
-    In training every rank must run the same number of forwards. In evaluation the loss counts only a rank's own tokens.
+    f and P of its own tokens only, and the mean of products is not the product of means. After this call f is the
+    fraction over all ranks, by an all-reduce of E + 1 numbers per forward, and P stays the rank's own. The mean over
+    ranks, weighted by their tokens, then equals the loss of one device with all tokens in one forward, and so does its
+    gradient. In training every rank must run the same number of forwards. In evaluation the loss counts only a rank's
+    own tokens.
 
     Args:
         model: Language model of Hugging Face Transformers with routers, sharded or not, before or after peft adds
