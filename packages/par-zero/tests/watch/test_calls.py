@@ -79,7 +79,16 @@ def _train_after(call, module, optimizer):
         train(module, optimizer, [[batch(step, width=8)]])
 
 
-_ALONE = {"evaluate": (_evaluate, "begins a forward without gradients"), "summon": (_summon, r"enters par_zero.summon")}
+def _accumulate(module):
+    with no_sync(module):
+        loss_of(module, batch(0, width=8)).backward()
+
+
+_ALONE = {
+    "evaluate": (_evaluate, "begins a forward without gradients"),
+    "summon": (_summon, "enters par_zero.summon"),
+    "no_sync": (_accumulate, "begins a forward within no_sync"),
+}
 
 
 @pytest.mark.parametrize("call", _ALONE)

@@ -237,7 +237,7 @@ class Executor:
             for unit in self._units:
                 unit.free()
             self.stop()
-        self.note(_BEGINS[kind.begins_with])
+        self.note(_BEGINS[kind.begins_with] + (" within no_sync() or summon()" if kind.keeps else ""))
         start = frozenset(unit.number for unit in self._units if unit.chunks and not unit.freed)
         program = self._book.look_up(kind, start)
         self._pass = Pass(kind=kind, start=start, program=program, kept=set(start))
