@@ -139,6 +139,12 @@ def test_a_stale_file_does_not_stand_in_for_what_the_manifest_lists():
         found({"model.safetensors": FIRST}, manifest=manifest_of(SHARDED))
 
 
+def test_shard_that_the_manifest_does_not_list_is_refused():
+    listed = {name: data for name, data in SHARDED.items() if name != NAMES[1]}
+    with pytest.raises(CorruptError, match=rf"{NAMES[1]}: is in {INDEX}, but par_checkpoint.json does not list it"):
+        found(SHARDED, manifest=manifest_of(listed))
+
+
 def test_a_manifest_without_weights_leaves_those_of_others():
     assert list(found({"model.safetensors": FIRST}, manifest=manifest_of({})).places) == ["a"]
 

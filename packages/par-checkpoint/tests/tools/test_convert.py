@@ -202,6 +202,7 @@ GROWN = {
     "views": ({f"w{at}": BASE[at:] for at in range(20)}, "views that share 4000 bytes, and would take 79240"),
     "sparse": ({"w": torch.eye(3).to_sparse()}, "is torch.sparse_coo on cpu, not a dense tensor"),
     "meta": ({"w": torch.empty(3, device="meta")}, "on meta, not a dense tensor"),
+    "negated": ({"w": torch.ones(3, dtype=torch.complex64).conj().imag}, "is conjugated or negated lazily"),
 }
 
 

@@ -89,6 +89,10 @@ def check_whole(tensors: Mapping[str, torch.Tensor], path: str) -> None:
                 f"{path}: {name!r:.80} is {tensor.layout} on {tensor.device}, not a dense tensor with values; save it "
                 "dense"
             )
+        if tensor.is_conj() or tensor.is_neg():  # its bytes are not its values
+            raise CheckpointError(
+                f"{path}: {name!r:.80} is conjugated or negated lazily; save it after .resolve_conj().resolve_neg()"
+            )
         size, storage = tensor.numel() * tensor.element_size(), tensor.untyped_storage()
         if size > storage.nbytes():
             raise CheckpointError(

@@ -116,6 +116,9 @@ def read_directory(
         files = sorted(set(weight_map.values()))
     for file in files:
         _check_size(folder, file, sizes, records)
+        # Nothing would compare the bytes of such a file.
+        if name in records and file not in records:
+            raise corrupt(f"{folder.url}/{file}", f"is in {index}, but {MANIFEST} does not list it")
     # Only torch.load shows what is in such files, and where.
     if form.pickled:
         return Directory({}, tuple(files), index, weight_map)

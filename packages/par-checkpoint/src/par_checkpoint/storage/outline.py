@@ -182,7 +182,9 @@ def read_outline(
         elif section == "model":
             found = read_directory(folder, stem=stem, variant=variant, manifest=manifest)
             directories[section] = _with_pickles(folder, found)
-        elif index_of(STEMS[section]) in sizes:  # an optimizer that has not stepped has no tensors
+        elif (index := index_of(STEMS[section])) in sizes:  # an optimizer that has not stepped has no tensors
+            if manifest is not None and index not in manifest.files:
+                raise corrupt(f"{folder.url}/{index}", f"belongs to a save, but {MANIFEST} does not list it")
             directories[section] = read_directory(folder, stem=STEMS[section], manifest=manifest)
     outline = Outline(manifest=manifest, directories=directories, side=side)
     outline.check_state()

@@ -172,10 +172,10 @@ def _files(outline: Outline, tensors: Sequence[GlobalTensor]) -> list[File]:
         placed.setdefault((section, place.file), []).append((number, place.begin, place.end))
     files = []
     for (section, name), inside in placed.items():
-        if outline.manifest is None:  # nothing is compared that begins with the data
+        record = None if outline.manifest is None else outline.manifest.files.get(name)
+        if record is None:  # another program wrote it: nothing is compared that begins with the data
             begin, size, block = 0, max(end for _, _, end in inside), BLOCK
         else:
-            record = outline.manifest.files[name]
             begin, size, block = record.data_begin, record.size, record.block
         in_order = tuple(sorted(inside, key=lambda tensor: tensor[1:]))
         files.append(
