@@ -11,6 +11,7 @@ from par_plan.costs.memory import (
     MemoryUse,
     ZeroSharding,
     added,
+    optimizer_offloaded,
     parameters_offloaded,
     share_buffers,
     state_memory,
@@ -21,7 +22,7 @@ from par_plan.costs.traffic import data_traffic
 from par_plan.inputs import NUMBER_WIDTHS, TrainingJob
 from par_plan.live import model_sizes, plan_models
 from par_plan.shape import ModelSlice, ParameterCount, Shape, TensorSplit, count
-from par_zero import MixedPrecision, Overlap, ShardOptions
+from par_zero import MixedPrecision, Offload, Overlap, ShardOptions, predict_step
 
 
 def replicas(zero, ranks, elements=1000, **changes):
@@ -102,6 +103,43 @@ def test_closed_forms_of_a_step_equal_the_ledger(stage, ranks, precision, bucket
         assert {each.what: each.bytes for each in moved} == {
             each.what: pytest.approx(each.bytes, rel=1e-3) for each in of_search
         }
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    stage=st.sampled_from(range(4)),
+    ranks=st.sampled_from((2, 4)),
+    precision=st.sampled_from(("fp32", "bf16")),
+    host=st.sampled_from((0.5, 1)),
+)
+def test_offload_of_an_accelerator_equals_the_ledger(stage, ranks, precision, host):
+    """What the host of an accelerator takes of the optimizer, and what the device gives back."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4)))
+    optimizer, numbers = torch.optim.AdamW(model.parameters()), NUMBER_WIDTHS[precision]
+    dtypes = MixedPrecision() if precision == "fp32" else MixedPrecision(param_dtype=torch.bfloat16)
+    options = ShardOptions(overlap=Overlap(bucket=1, inflight=2), precision=dtypes)
+    before, after = (
+        predict_step(model, optimizer, stage=stage, ranks=ranks, options=options, offload=offload, accelerator=True)
+        for offload in (None, Offload(optimizer=host, piece="1GB"))
+    )
+    own = 4 * 256**2 / (ranks if stage else 1)
+    source = optimizer_offloaded(
+        before.movable,
+        copies=own * numbers.master,
+        gradients=own * numbers.gradient,
+        numbers=numbers,
+        zero=stage,
+        gloo=False,
+    )
+    assert after.tiers["host"]["optimizer"] == pytest.approx(host * source.takes["host"], rel=0.01)
+    assert after.tiers["host"]["gradients"] == pytest.approx(host * source.beside, rel=0.01)
+    gradients = host * source.beside if stage >= 2 else 0
+    freed = before.optimizer - after.optimizer + gradients
+    assert freed == pytest.approx(host * source.frees, rel=0.01)
+    if stage >= 2:  # a chunk frees its sums on the device
+        held = [list(step.program.walk())[-1][1]["gradients"] for step in (before, after)]
+        assert held[0] - held[1] >= gradients
 
 
 def test_of_experts_and_all_else_those_lend_buffers_whose_sums_receive_into_them():

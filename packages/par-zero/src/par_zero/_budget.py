@@ -56,7 +56,7 @@ class PeakMemory:
             key: state_counter_bytes(model.groups[key[0]].optimizer, model.groups[key[0]].settings, key[1])
             for key in self._slots
         }
-        self._steps: dict[tuple[str, ...], tuple[Mapping[str, int], int]] = {}  # by the tiers of gradients
+        self._steps: dict[object, tuple[Mapping[str, int], int]] = {}  # by the tiers of gradients
 
     def count(self, updated: UpdatedSlices, offload: Offload) -> TierBytes:
         """Return the bytes of a rank, by tier and kind.
@@ -83,13 +83,14 @@ class PeakMemory:
         _, beside_units = self._step(chunks)
         return beside_units - self._resident(chunks)["device"][GRADIENTS]
 
-    def register(self, chunks: Sequence[tuple[ChunkPlan, ChunkTiers]]) -> RegisteredModel:
+    def register(self, chunks: Sequence[tuple[ChunkPlan, ChunkTiers]], *, is_late: bool = False) -> RegisteredModel:
         """Return the module as its program will see it, with two reductions in flight if the options set no bound.
 
         Args:
             chunks: Chunks and their tiers, as `assign` returns them.
+            is_late: Whether a thread may step pieces while the next step begins. Default: False.
         """
-        model = register_model(self._model, tiers=[each for _, each in chunks])
+        model = register_model(self._model, tiers=[each for _, each in chunks], is_late=is_late)
         # With several groups any chunk may wait for another one, until the ranks have learned an order. Without a
         # bound, chunks are reduced section by section.
         waits = len(self._model.ranks) > 1 and model.inflight is not None
@@ -102,7 +103,7 @@ class PeakMemory:
 
     def _resident(self, chunks: Sequence[tuple[ChunkPlan, ChunkTiers]]) -> dict[str, dict[str, int]]:
         found = {tier: dict.fromkeys(("parameters", GRADIENTS, "optimizer"), 0) for tier in TIERS}
-        stage = self._model.stage
+        stage, on_cpu = self._model.stage, self._model.is_on_cpu
         for plan, tiers in chunks:
             home, in_use = tiers.home, plan.dtype_in_use
             own = _elements(plan, sharded=stage.shards_parameters) * in_use.itemsize
@@ -110,19 +111,24 @@ class PeakMemory:
             if tiers.pieces is None:
                 continue
             stepped = sum(part.stop - part.start for part in tiers.pieces)
+            # The host of an accelerator steps copies of what the device keeps, by gradients that follow there, and that
+            # its thread casts one piece after the other.
+            away = 0 if on_cpu else sum(part.stop - part.start for part in tiers.pieces if part.in_pieces)
             if home.gradients != "disk":
-                reduced = plan.reduce_dtype
-                sums = _elements(plan, sharded=stage.shards_gradients) * reduced.itemsize
                 # The optimizer gets a cast copy of gradients in another dtype.
-                found[home.gradients][GRADIENTS] += sums + (
-                    stepped * plan.dtype.itemsize if reduced != plan.dtype else 0
-                )
+                reduced, cast = plan.reduce_dtype, plan.dtype.itemsize * (plan.reduce_dtype != plan.dtype)
+                sums = _elements(plan, sharded=stage.shards_gradients) * reduced.itemsize
+                stays = away < stepped or not stage.shards_gradients
+                found[home.gradients][GRADIENTS] += sums * stays + (stepped - away) * cast
+                found["host"][GRADIENTS] += away * reduced.itemsize
             for part in tiers.pieces:
                 if part.tier != "disk":
                     size = sum(dtype.itemsize for dtype in self._slots[part.group, plan.dtype, plan.kept].values())
+                    is_copied = part.tier == "host" and home.parameters == "device" and in_use == plan.dtype
+                    size += plan.dtype.itemsize * (is_copied and not on_cpu)
                     found[part.tier]["optimizer"] += (part.stop - part.start) * size
                 found["device"]["optimizer"] += self._counter_bytes[part.group, plan.dtype, plan.kept]
-            if in_use != plan.dtype:  # master copies include the chunk's padding
+            if in_use != plan.dtype and not away:  # master copies include the chunk's padding
                 padding = _elements(plan, sharded=stage.shards_state) - stepped
                 found["device"]["optimizer"] += padding * plan.dtype.itemsize
             found["disk"]["optimizer"] += sum(block.size for block in tiers.blocks)
@@ -130,11 +136,11 @@ class PeakMemory:
         return found
 
     def _step(self, chunks: Sequence[tuple[ChunkPlan, ChunkTiers]]) -> tuple[Mapping[str, int], int]:
-        """Return the bytes by kind at the peak of a step, and the largest number of bytes that are no units.
-
-        They do not depend on the tiers of the optimizer's state.
-        """
-        key = tuple(tiers.home.gradients for _, tiers in chunks)
+        """Return the bytes by kind at the peak of a step, and the largest number of bytes that are no units."""
+        # The tiers of the optimizer's state change them only on an accelerator, from where gradients follow the state.
+        key = tuple(
+            (tiers.home.gradients, () if self._model.is_on_cpu else tuple(tiers.pieces or ())) for _, tiers in chunks
+        )
         if key not in self._steps:
             program = predict_steps(self.register(chunks), accumulates=True)[-1]
             without_units = replace(program, units=dict.fromkeys(program.units, 0))
@@ -162,19 +168,28 @@ class PeakMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedStep:
-    """The step of a module that is not sharded yet, and the bytes of one rank's device.
+    """The step of a module that is not sharded yet, and the bytes of one rank.
 
     Args:
         first: Programs of the first steps; the last one is the program of all later steps.
-        parameters: Bytes of the parameters that the rank keeps between passes, and of the module's buffers.
-        optimizer: Bytes of the optimizer's state and of its master weights.
-        movable: Those bytes of `optimizer` that `Offload(optimizer="host")` moves on a CPU.
+        tiers: Bytes by tier and kind, with two reductions in flight in one pass whose gradients are still there in the
+            next one. The kind "optimizer" has the optimizer's state and its copies of parameters.
+        movable: Bytes of the optimizer that `Offload(optimizer="host")` moves on a CPU.
     """
 
     first: tuple[ZeroProgram, ...]
-    parameters: int
-    optimizer: int
+    tiers: TierBytes
     movable: int
+
+    @property
+    def parameters(self) -> int:
+        """Bytes on the device of the parameters that the rank keeps between passes, and of the module's buffers."""
+        return self.tiers["device"]["parameters"]
+
+    @property
+    def optimizer(self) -> int:
+        """Bytes on the device of the optimizer's state and of its master weights."""
+        return self.tiers["device"]["optimizer"]
 
     @property
     def program(self) -> ZeroProgram:
@@ -194,6 +209,8 @@ def predict_step(
     microbatches: int = 1,
     no_sync: bool = False,
     accumulates: bool = False,
+    offload: Offload | None = None,
+    accelerator: bool = False,
 ) -> PredictedStep:
     """Return the step of a module that is not sharded yet, without changing it or communicating.
 
@@ -212,22 +229,23 @@ def predict_step(
         microbatches: Number of forward and backward passes in a step. Default: 1.
         no_sync: Whether all passes but the last are under `no_sync`, which then keeps units. Default: False.
         accumulates: Whether the gradients of a step are still there in the next one. Default: False.
+        offload: Tiers of optimizer state, parameters and gradients, without budgets. None: all data is on the device.
+        accelerator: Whether the module computes on an accelerator, whose host has other memory. Default: False.
     """
-    options = options or ShardOptions()
+    options, tiers = options or ShardOptions(), offload or Offload()
     plan = plan_module(
         module, optimizer, stage=stage, ranks=ranks, options=options, expert_groups=expert_groups, gloo=gloo
     )
-    memory, updated = PeakMemory(plan), updated_slices(plan)
-    here, moved = (memory.count(updated, Offload(optimizer=tier)) for tier in ("device", "host"))
-    model = memory.register(memory.assign(updated, Offload()))
+    updated, on_cpu = updated_slices(plan), PeakMemory(plan)
+    memory = PeakMemory(replace(plan, is_on_cpu=False)) if accelerator else on_cpu
+    model = memory.register(memory.assign(updated, tiers), is_late=tiers.is_late(is_on_cpu=not accelerator))
     if options.overlap.inflight is None and expert_groups:
         model = replace(model, inflight=None)
     passes = [*[not no_sync] * (microbatches - 1), True]
     return PredictedStep(
         first=tuple(predict_steps(model, passes=passes, accumulates=accumulates)),
-        parameters=here["device"]["parameters"],
-        optimizer=here["device"]["optimizer"],
-        movable=moved["host"]["optimizer"],
+        tiers=memory.count(updated, tiers),
+        movable=on_cpu.count(updated, Offload(optimizer="host"))["host"]["optimizer"],
     )
 
 

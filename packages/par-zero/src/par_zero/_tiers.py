@@ -125,6 +125,11 @@ class Offload:
         if self.other is not None and not callable(self.other):
             raise TypeError(f"other is {self.other!r}; give a function that returns bytes, or None")
 
+    def is_late(self, *, is_on_cpu: bool) -> bool:
+        """Return whether pieces are stepped after the optimizer's own step has returned."""
+        # On a CPU, a thread would compete with the forward.
+        return self.overlap in (True, "backward") or (self.overlap == "auto" and not is_on_cpu)
+
     @property
     def fractions(self) -> dict[str, dict[str, float]]:
         """Fraction of the optimizer's state, of gradients and of parameters in each tier; each sum is 1."""

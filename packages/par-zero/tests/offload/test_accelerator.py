@@ -9,7 +9,18 @@ import torch.distributed as dist
 from torch import nn
 
 from par_testing import Accelerator, for_each, storm, waits_seen
-from par_zero import Offload, no_sync, residency, shard, summon
+from par_zero import (
+    MixedPrecision,
+    Offload,
+    Overlap,
+    ShardOptions,
+    no_sync,
+    predict_step,
+    program,
+    residency,
+    shard,
+    summon,
+)
 from par_zero.offload.link import DeviceLink
 from par_zero.offload.offloaded import OffloadedStep
 
@@ -324,6 +335,39 @@ def test_residency_counts_state_and_gradients_on_the_host(stage):
     assert held["host"]["optimizer"] >= 2 * size - 200
     assert held["host"]["copies"] >= size - 200
     assert held["host"]["gradients"] >= size - 200
+
+
+@for_each(stage=STAGES, offload=(HOST, HALF, NOT_LATE, SHARDS), precision=(None, BF16, WIDER_SUMS))
+@pytest.mark.ranks(2, backend="strict", accelerator=Accelerator())
+def test_predicted_offload_is_the_program_and_the_bytes(stage, offload, precision):
+    if "parameters" in offload and stage < 3:
+        return
+    module = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(3))).to("strict")
+    optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+    policies = {"overlap": Overlap(bucket=1, inflight=1), "precision": MixedPrecision(**(precision or {}))}
+    predicted = predict_step(
+        module,
+        optimizer,
+        stage=stage,
+        ranks=2,
+        options=ShardOptions(**policies),
+        offload=Offload(**offload),
+        accelerator=True,
+    )
+    shard(module, optimizer, stage=stage, group=dist.group.WORLD, offload=offload, **policies)
+    if dist.get_rank() == 0:  # whose shards begin at 0
+        assert program(module) == predicted.program
+    inputs = torch.ones(4, 32, dtype=torch.bfloat16 if precision else torch.float32, device="strict")
+    module(inputs).square().sum().backward()
+    optimizer.step()
+    optimizer.state_dict()  # waits for the thread
+    now = residency(module).now
+    # The program has the device's gradients.
+    for tier, kinds in (("device", ("parameters", "optimizer")), ("host", ("parameters", "gradients", "optimizer"))):
+        held = {**now[tier], "optimizer": now[tier]["optimizer"] + now[tier]["copies"]}
+        for kind in kinds:
+            # Step counts, and pinned tensors that begin at multiples of 64 bytes.
+            assert held[kind] == pytest.approx(predicted.tiers[tier][kind], abs=600), (tier, kind)
 
 
 @pytest.mark.ranks(1, backend="strict", accelerator=Accelerator())

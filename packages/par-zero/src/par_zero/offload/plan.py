@@ -109,8 +109,7 @@ def plan_offload(model: ModelPlan, offload: Offload) -> OffloadPlan:
         slabs=None if is_on_cpu else PinnedSlabs(sum(copies)),
         shard_slabs=None if is_on_cpu else PinnedSlabs(sum(shards)),
         depth=offload.ahead,
-        # On a CPU, a thread would compete with the forward.
-        late=offload.overlap in (True, "backward") or (offload.overlap == "auto" and not is_on_cpu),
+        late=offload.is_late(is_on_cpu=is_on_cpu),
         in_backward=offload.overlap == "backward",
     )
 
