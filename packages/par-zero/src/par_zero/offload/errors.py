@@ -61,6 +61,12 @@ class DiskErrors:
                 "step has stopped half-way; load the latest checkpoint, and offload to another disk"
             )
             error = OSError(error.errno, text)
+        elif _is_out_of_memory(error):
+            error = MemoryError(
+                f"the host has no memory for a step of offloaded state ({error}), so this step has stopped half-way; "
+                "load the latest checkpoint, and offload less to the host: a smaller part of the optimizer, such as "
+                "optimizer={'host': 0.4, 'disk': 0.4}, a smaller piece=, or fewer ranks per host"
+            )
         self._error = error
         if is_late:
             self._stopped = error
@@ -96,3 +102,9 @@ class DiskErrors:
             agree(error, None, *groups)
         except ValueError as other:  # `agree` gives ranks without an error a ValueError that names the failed rank
             raise OSError(str(other)) from None
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Return whether the host had no memory. torch raises RuntimeError for memory of the CPU, and for pinned memory."""
+    words = str(error)
+    return isinstance(error, MemoryError) or "can't allocate memory" in words or "out of memory" in words
