@@ -37,7 +37,7 @@ def test_one_rank_sends_nothing():
 )
 def test_replicas(zero, accumulates, gradients, parameters):
     found = moved(data_traffic(replace(ALONE, zero=zero, ranks=4, accumulates=accumulates), NUMBER_WIDTHS["bf16"]))
-    assert found["flags"] == (1, 2 * (4 if zero == 3 else 2) * 4 * 3 / 4)
+    assert found["flags"] == (1, 2 * 4 * 4 * 3 / 4)
     for what, expected in (("gradients", gradients), ("parameters", parameters)):
         assert found.get(what) == (None if expected is None else (expected[0], 2 * expected[1]))
 

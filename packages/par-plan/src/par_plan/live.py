@@ -178,7 +178,7 @@ def _transfers(sizes: ModelSizes, topology: Topology, zero: int) -> list[AxisTra
         times = part if zero else 2 * part  # an all-reduce receives what a reduce-scatter and an all-gather do
         found.append(AxisTraffic(axis=axis, what="gradients", operations=len(reduced), bytes=sum(reduced) * times))
         if not share or expert_placement(topology).reaches:
-            found.append(flags_traffic(zero, ranks, axis))
+            found.append(flags_traffic(ranks, axis))
         if gathered:
             found.append(
                 AxisTraffic(axis=axis, what="parameters", operations=len(gathered), bytes=sum(gathered) * part)

@@ -77,7 +77,7 @@ def data_traffic(
         AxisTraffic(axis=axis, what="gradients", operations=replicas.chunks, bytes=gradients * numbers.gradient),
     ]
     if flags:
-        transfers.append(flags_traffic(zero, ranks, axis))
+        transfers.append(flags_traffic(ranks, axis))
     if zero:
         again = zero == 3 and not accumulates  # gathered for forward and for backward, but for those that stay
         parameters = both - gradients - (replicas.stays * others if again else 0)
@@ -88,18 +88,17 @@ def data_traffic(
     return transfers
 
 
-def flags_traffic(zero: int, ranks: int, axis: str) -> AxisTraffic:
+def flags_traffic(ranks: int, axis: str) -> AxisTraffic:
     """Return the traffic of the flags after a reduction.
 
-    Flags report whether a rank computed all gradients and whether the order of reductions is unchanged; at stage 3 also
-    how the pass ended.
+    Flags report whether a rank computed all gradients and whether the order of reductions is unchanged. Two more
+    compare the steps that the ranks have taken; at stage 3 they also compare how the pass ended.
 
     Args:
-        zero: ZeRO stage.
         ranks: Number of data ranks.
         axis: Name of the axis, as in `AxisTraffic`.
     """
-    numbers = 4 if zero == 3 else 2  # int32
+    numbers = 4  # int32
     return AxisTraffic(axis=axis, what="flags", operations=1, bytes=2 * (ranks - 1) / ranks * 4 * numbers)
 
 
