@@ -160,6 +160,18 @@ FOUND = {
             ),
         )
     ),
+    # Replicas compared steps since the last comparison of their shards, which others had not made.
+    "evaluated between a forward and its backward by replicas": (
+        Program(
+            Setup(3, optimizers=2, hybrid=1), 2,
+            (
+                Step((Forward("a"), Backward("a"))),
+                Step((Forward("a", ("3 h", "0 1 h")), Backward("a"))),
+                Step((Forward("a", ("1 3 h", "0 1 2 3- h")), Evaluate(("1 2", "0 h")), Backward("a"))),
+                Step((Forward("a"), Backward("a"))),
+            ),
+        )
+    ),
     # Reentrant checkpoints whose backwards run in the order of their forwards.
     "reentrant in the order of forward": (
         Program(

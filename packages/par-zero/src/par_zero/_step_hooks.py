@@ -289,7 +289,7 @@ class StepHooks:
         if self.disk_tier is not None:
             self.disk_tier.end_step(stepped.number)
         stepped.watch.put_back_()
-        self._sharers.calls.steps += 1
+        self._sharers.calls.count_step()
         self._publish(stepped)
         self._on_stepped()
         # A late step is still running, so its errors are raised later.

@@ -412,7 +412,8 @@ class Reducer:
         had_all, late, groups = self.usage.has_all, bool(current.late), sharers.agreeing
         # Only ranks that each step alone, at stage 0, reach this pass after different numbers of steps. The largest
         # number and the largest negative one show it.
-        steps_before, self._steps = self._steps, sharers.calls.steps
+        steps_before, self._steps = self._steps, sharers.calls.unreduced_steps
+        sharers.calls.unreduced_steps = 0
         mine: list[int] = [had_all, requests_order, self._steps, -self._steps]
         if self.hooks.compare is not None:
             # First, because ranks that differ raise.
@@ -428,7 +429,6 @@ class Reducer:
         self._reductions.finish()
         if self.hooks.compare is None:
             sharers.calls.agree()  # each reduction has needed all ranks
-            sharers.calls.steps = 0
         flags.pass_on()
         # The host waits for the flag of replicas. Without replicas, the comparison has combined it.
         if late or (groups and self.hooks.compare is not None and flags.read()[1] >= _LATE):

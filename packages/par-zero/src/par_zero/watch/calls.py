@@ -58,11 +58,13 @@ class CallWatch:
     Attributes:
         calls: Calls since the ranks last agreed, in words. They may not have ended yet.
         steps: Number of steps of optimizers that have ended. The object that compares it with other ranks sets it to 0.
+        unreduced_steps: Number of those steps since all ranks, replicas too, last reduced gradients together. Replicas
+            compare it at stage 3, because each set of shards ends evaluations and first passes by itself.
     """
 
     def __init__(self, group: dist.ProcessGroup, on_parted: "Callable[[CallWatch], None]") -> None:
         self.calls: list[str] = []
-        self.steps = 0
+        self.steps = self.unreduced_steps = 0
         self._on_parted = on_parted
         self._agreed = 0  # how often the ranks have agreed
         self._ranks = dist.get_process_group_ranks(group)
@@ -93,6 +95,11 @@ class CallWatch:
             self._thread = threading.get_ident()
             look = weakref.WeakMethod(self._look)
             threading.Thread(target=_watch, args=(look, self._period), name="par-zero-watch", daemon=True).start()
+
+    def count_step(self) -> None:
+        """Count a step of an optimizer that has ended."""
+        self.steps += 1
+        self.unreduced_steps += 1
 
     def agree(self) -> None:
         """Begin a new record, because a collective has shown that all ranks have made the same calls."""
