@@ -79,12 +79,12 @@ FARTHEST = """\
 BITS = """\
 ## Canonical numerics: one fingerprint
 
-With `numerics="canonical", lanes=LaneCounts(data=8, tensor=4)` there is no tolerance: every configuration must have the
-weights and the norms of one device to the last bit. The reference is a loop without a strategy, which runs one lane
-after the other. Each cell is the first 12 digits of a sha256 of all weights after 20 steps and of each step's norm.
-Cells of one model and one precision must be equal. A configuration that canonical numerics do not support has no cell.
-The models are wider than in the rows above, so that tensor lanes divide them; the packed model has one tensor lane. See
-[Same bits under every topology](../guides/same-bits.md).
+With `numerics="canonical", lanes=LaneCounts(data=8, tensor=4, sequence=4)` there is no tolerance: every configuration
+must have the weights and the norms of one device to the last bit. The reference is a loop without a strategy, which
+runs one lane after the other. Each cell is the first 12 digits of a sha256 of all weights after 20 steps and of each
+step's norm. Cells of one model and one precision must be equal. A configuration that canonical numerics do not support
+has no cell. The models are wider than in the rows above, so that tensor lanes divide them; the packed model has one
+tensor lane. See [Same bits under every topology](../guides/same-bits.md).
 """
 RESUMED = """\
 ## Saved under one configuration, resumed under the next

@@ -60,7 +60,8 @@ def must_run(case: Case) -> bool:
     parallel = case.options["parallel"]
     is_exact = set(parallel).issubset(SO_FAR) and parallel.get("tensor", {"mode": "1d"})["mode"] == "1d"
     is_exact = is_exact and parallel.get("sequence", {"mode": "gather"})["mode"] == "gather"
-    return is_exact and case.model != "Mixture" and not case.muon
+    has_lanes = case.model != "Packed" or "tensor" not in parallel
+    return is_exact and has_lanes and case.model != "Mixture" and not case.muon
 
 
 def lanes_of(case: Case) -> LaneCounts:

@@ -104,6 +104,18 @@ def trained_alone(chosen):
         return model, losses, norms, loss_of(model, held_out).item()
 
 
+@pytest.mark.ranks(2)
+def test_trainer_with_lanes_has_one_digest_on_every_axis():
+    model = ModelOptions(width=64, layers=2, heads=2, context=16)
+    chosen = replace(options(numerics="canonical", lanes=4, tensor_lanes=2, sequence_lanes=2), model=model)
+    digests = set()
+    for parallel in ({}, {"tensor": {"size": 2, "mode": "1d", "sequence_parallel": True}}, {"sequence": 2}):
+        with ProcessGroups(Topology.from_config(parallel, 2)) as groups:
+            trainer, _ = trained(chosen, groups)
+            digests.add(str(trainer.strategy.digest(trainer.model)))
+    assert len(digests) == 1
+
+
 def assert_same_curve(trainer, results, reference):
     _, losses, norms, validation = reference
     assert [each.loss for each in results] == pytest.approx(losses, rel=TOLERANCE)

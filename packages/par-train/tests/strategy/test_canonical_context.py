@@ -22,6 +22,11 @@ FOUR = [
 ]
 
 
+def cells_of(make, cells):
+    """The cells that can train a model: the example's GPT is no sequence of layers."""
+    return [cell for cell in cells if make is not gpt or "pipeline" not in cell[0]]
+
+
 @pytest.mark.ranks(2)
 def test_sequence_ranks_have_the_bits_of_data_ranks():
     assert_one_digest([({}, {}), (GATHER[2], {"zero": 2})], llama, lanes=LANES, steps=2)
@@ -32,7 +37,7 @@ def test_sequence_ranks_have_the_bits_of_data_ranks():
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("make", [llama, qwen, gpt])
 def test_two_sequence_ranks_have_the_bits_of_every_model(make, precision):
-    assert_one_digest(TWO, make, precision=precision, lanes=LANES)
+    assert_one_digest(cells_of(make, TWO), make, precision=precision, lanes=LANES)
 
 
 @pytest.mark.storm
@@ -40,7 +45,7 @@ def test_two_sequence_ranks_have_the_bits_of_every_model(make, precision):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("make", [llama, qwen, gpt])
 def test_four_ranks_with_sequence_lanes_have_one_digest(make, precision):
-    assert_one_digest(FOUR, make, precision=precision, lanes=LANES, steps=20)
+    assert_one_digest(cells_of(make, FOUR), make, precision=precision, lanes=LANES, steps=20)
 
 
 @pytest.mark.storm

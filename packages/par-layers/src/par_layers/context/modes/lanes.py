@@ -94,7 +94,7 @@ class LaneAttention:
         plan = self._plan(tokens, mask)
         how = AttentionOptions(kernels, plan.masks, 1 / math.sqrt(q.shape[3]) if scale is None else scale)
         q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
-        mixed: Tensor = _LaneAttention.apply(q, k, v, plan, how, self._group)  # type: ignore[no-untyped-call]
+        mixed: Tensor = _QueriesInLanes.apply(q, k, v, plan, how, self._group)  # type: ignore[no-untyped-call]
         return mixed
 
     def _make_plan(self, tokens: Tokens, mask: Mask) -> LanePlan:
@@ -127,7 +127,7 @@ class LaneAttention:
         return LanePlan(tuple(works), length)
 
 
-class _LaneAttention(torch.autograd.Function):
+class _QueriesInLanes(torch.autograd.Function):
     """It saves local keys and values, and gathers them again in backward."""
 
     @staticmethod
