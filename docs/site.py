@@ -85,8 +85,9 @@ def first_pages(
         builder.add({**words, "location": section["location"]}, {"boost": section.get("boost", 1)})
     index, pages = builder.build(), {}
     for term in terms:
-        words = term.lower().split()
-        best = max(index.search(" ".join(f"{word}*" for word in words)), key=lambda result: _score(result, words))
+        wanted = term.lower().split()
+        found = index.search(" ".join(f"{word}*" for word in wanted))
+        best = max(found, key=lambda result: _score(result, wanted))
         pages[term] = best["ref"].partition("#")[0]
     return pages
 
