@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_groups import on_grid
+from par_groups import agree, on_grid, segments_of
 from par_precision.exact import grid, sums
 from par_train import Strategy
 from par_train.strategy.handlers import PipelineShared
@@ -117,15 +117,20 @@ def test_a_lost_tie_is_found_by_name(device, monkeypatch):
 
 @pytest.mark.ranks(2)
 def test_an_exchanged_shard_is_found_by_name(device):
+    names = set()
+
     def exchange(optimizer):
         shard = next(tensor for group in optimizer.param_groups for tensor in group["params"])
         both = [torch.empty_like(shard.grad) for _ in range(2)]
         dist.all_gather(both, shard.grad)
         shard.grad.copy_(both[1 - dist.get_rank()])
+        for own in agree(None, [segment.name for segment in segments_of(shard, "")], None).values():
+            names.update(own)
 
     healthy = after_one_step(case(2, zero=1), device)
     broken = after_one_step(case(2, zero=1), device, break_optimizer=exchange)
-    assert 0 < len(healthy.differing(broken)) < len(healthy.tensors)
+    assert set(healthy.differing(broken)) == names
+    assert 0 < len(names) < len(healthy.tensors)
 
 
 @pytest.mark.ranks(2)
