@@ -163,9 +163,13 @@ class Flags:
         flags: Flags of this rank: booleans, or small numbers.
         groups: Groups of ranks that exchange the flags, one after the other. The first exchange begins at once.
         device: Device of the exchange.
+
+    Attributes:
+        sent: Flags of this rank.
     """
 
     def __init__(self, flags: Sequence[int], groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+        self.sent = tuple(flags)
         numbers = torch.tensor(flags, dtype=torch.int32, device="cpu")
         self._numbers = numbers if device.type == "cpu" else copy_to_device(numbers, device)
         self._others = groups[1:]

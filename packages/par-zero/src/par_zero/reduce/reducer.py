@@ -105,7 +105,6 @@ class Reducer:
         # room: another rank may need the next one before it begins an earlier one.
         self._empty = Reductions(None)
         self._resets: list[dist.ProcessGroup] | None = None
-        self._steps = 0  # steps of optimizers between the latest two passes
         for number, chunk in enumerate(chunks):
             chunk.number = number
             for index, member in enumerate(chunk.members):
@@ -412,9 +411,8 @@ class Reducer:
         had_all, late, groups = self.usage.has_all, bool(current.late), sharers.agreeing
         # Only ranks that each step alone, at stage 0, reach this pass after different numbers of steps. The largest
         # number and the largest negative one show it.
-        steps_before, self._steps = self._steps, sharers.calls.unreduced_steps
-        sharers.calls.unreduced_steps = 0
-        mine: list[int] = [had_all, requests_order, self._steps, -self._steps]
+        steps, sharers.calls.unreduced_steps = sharers.calls.unreduced_steps, 0
+        mine: list[int] = [had_all, requests_order, steps, -steps]
         if self.hooks.compare is not None:
             # First, because ranks that differ raise.
             groups = sharers.beside_gathering
@@ -441,7 +439,7 @@ class Reducer:
         if source is not None:
             _, is_requested, most, least = before.read()
             if most != -least:
-                refuse_steps(agree(None, steps_before, *sharers.agreeing))
+                refuse_steps(agree(None, before.sent[2], *sharers.agreeing))
             if is_requested:
                 source.learn(sharers.agreeing, self.usage.device)
             source.is_agreed = True
