@@ -5,6 +5,7 @@ import inspect
 import re
 import time
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import FunctionType, ModuleType
 
@@ -176,11 +177,11 @@ def without_line(module: ModuleType, number: int):
 
 def dropped():
     """A model that is dropped while its last step still copies, and tensors that take its memory."""
-    for overlap in ("auto", False):
+    for stage, overlap in [*product((0, 2, 3), ("auto", False))] * 2:
         module = Blocks().to("strict")
         optimizer = torch.optim.AdamW(module.parameters(), fused=True)
         offload = Offload(optimizer="host", piece="4KiB", overlap=overlap)
-        shard(module, optimizer, stage=2, group=dist.group.WORLD, offload=offload, overlap={"bucket": 9000})
+        shard(module, optimizer, stage=stage, group=dist.group.WORLD, offload=offload, overlap={"bucket": 9_000})
         module(torch.ones(4, 32, device="strict")).sum().backward()
         optimizer.step()
         del module, optimizer

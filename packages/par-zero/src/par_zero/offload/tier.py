@@ -119,7 +119,6 @@ class DiskTier:
             if plan.in_backward:
                 self._host_gradients.step_in_backward = self._step_in_backward
         self._has_all_gradients = has_all_gradients
-        self.is_in_backward = plan.in_backward
         size = max((piece.size for piece in self._pieces if not piece.in_memory), default=0)
         self._swapper = StateSwapper(disk, size, plan.depth, self.errors, self.runner.finish_piece, self.link)
         self._stepped: list[OffloadedOptimizer] = []  # in the order of their steps since the latest backward began
@@ -127,6 +126,11 @@ class DiskTier:
     @property
     def _pieces(self) -> list[DiskPiece]:
         return [piece for own in self._optimizers for piece in own.pieces]
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether pieces are stepped within backward."""
+        return self._host_gradients is not None and self._host_gradients.step_in_backward is not None
 
     @property
     def buffer_bytes(self) -> int:
