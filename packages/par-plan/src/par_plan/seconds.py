@@ -258,19 +258,11 @@ def _seconds_away(away: OffloadedState, job: TrainingJob, machine: Machine, worl
     # on a slow link it waits for the copies of all other units, which begin after the backward of the last unit.
     backward = compute * 2 / 3
     after = max(out / away.units, out - backward * (away.units - 1) / away.units)
-    step = after + _pipelined([disk + fetch, host, into + fetch_link, forward], away.units)
+    # Units of one size pass through these stages one after the other. The slowest stage is never idle, from the arrival
+    # of the first unit until the last one leaves it.
+    stages = disk + fetch, host, into + fetch_link, forward
+    step = after + (sum(stages) + (away.units - 1) * max(stages)) / away.units
     return max(0.0, step - forward) + max(0.0, max(fetch, fetch_link) - compute * 2 / 3)
-
-
-def _pipelined(stages: Sequence[float], units: int) -> float:
-    """Return the seconds of units that pass through stages one after the other.
-
-    Args:
-        stages: Seconds of all units in each stage.
-        units: Number of units, all of the same size.
-    """
-    # The slowest stage is never idle, from the arrival of the first unit until the last one leaves it.
-    return (sum(stages) + (units - 1) * max(stages)) / units
 
 
 def _rate_of(topology: Topology, axes: str | tuple[str, ...], machine: Machine) -> float:

@@ -9,6 +9,7 @@ compared exactly, in every set that is not worse in both bytes and seconds.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 EXACT = 24
 """Number of items around the first that has no room that are tried exactly."""
@@ -54,7 +55,8 @@ def spend(items: Sequence[Saving], budget: float) -> list[Saving]:
     if budget < 0:
         raise ValueError(f"the budget is {budget} bytes; give 0 or more")
     useful = [number for number, item in enumerate(items) if item.seconds > 0 and item.bytes <= budget]
-    order = sorted(useful, key=lambda number: (-_rate(items[number]), number))
+    rates = {number: items[number].seconds / items[number].bytes if items[number].bytes else inf for number in useful}
+    order = sorted(useful, key=lambda number: (-rates[number], number))
     left, first = budget, len(order)
     for place, number in enumerate(order):
         if items[number].bytes > left:
@@ -70,10 +72,6 @@ def spend(items: Sequence[Saving], budget: float) -> list[Saving]:
             taken.append(number)
             left -= items[number].bytes
     return [items[number] for number in sorted(taken)]
-
-
-def _rate(item: Saving) -> float:
-    return item.seconds / item.bytes if item.bytes else float("inf")
 
 
 def _best(items: Sequence[Saving], numbers: Sequence[int], budget: float) -> list[int]:

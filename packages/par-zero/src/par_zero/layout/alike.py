@@ -76,7 +76,7 @@ def _make_alike_(tensors: Sequence[torch.Tensor], share: DataParallelGroup, devi
         if number + 1 < len(tensors) and sum(each.nbytes for each in bucket) < _BUCKET:
             continue
         # Tensors of all dtypes travel in one broadcast, as bytes.
-        own = torch.cat([_bytes_of(each).to(device) for each in bucket])
+        own = torch.cat([each.detach().contiguous().reshape(-1).view(torch.uint8).to(device) for each in bucket])
         first = own.clone()
         broadcast_(first, share)
         sizes = [each.nbytes for each in bucket]
@@ -99,7 +99,3 @@ def broadcast_(tensor: torch.Tensor, share: DataParallelGroup) -> None:
     for group in share.groups:
         if dist.get_world_size(group) > 1:
             dist.broadcast(tensor, group=group, group_src=0)
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -9,6 +9,9 @@ from par_groups import agree
 
 from .._collectives import largest_of
 
+_OUT_OF_MEMORY = ("can't allocate memory", "out of memory")
+"""Parts of torch's messages where the host has no memory, ordinary or pinned."""
+
 
 class DiskErrors:
     """Errors of a rank's disk.
@@ -61,7 +64,7 @@ class DiskErrors:
                 "step has stopped half-way; load the latest checkpoint, and offload to another disk"
             )
             error = OSError(error.errno, text)
-        elif _is_out_of_memory(error):
+        elif isinstance(error, MemoryError) or any(words in str(error) for words in _OUT_OF_MEMORY):
             error = MemoryError(
                 f"the host has no memory for a step of offloaded state ({error}), so this step has stopped half-way; "
                 "load the latest checkpoint, and offload less to the host: a smaller part of the optimizer, such as "
@@ -102,9 +105,3 @@ class DiskErrors:
             agree(error, None, *groups)
         except ValueError as other:  # `agree` gives ranks without an error a ValueError that names the failed rank
             raise OSError(str(other)) from None
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """Return whether the host had no memory. torch raises RuntimeError for memory of the CPU, and for pinned memory."""
-    words = str(error)
-    return isinstance(error, MemoryError) or "can't allocate memory" in words or "out of memory" in words

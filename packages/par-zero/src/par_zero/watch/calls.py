@@ -210,15 +210,12 @@ class CallWatch:
             f"{calls[0][place]} (now at {one['at']}), so each waits for a call that the other does not make; {_REMEDY}"
         )
 
-    def _near(self) -> list[int]:
-        """Return the ranks whose records this rank reads: those 1, 2, 4, ... behind it, so that the store has rest."""
-        size = len(self._ranks)
-        steps = [1 << power for power in range((size - 1).bit_length())]
-        return [(self._rank + step) % size for step in steps]
-
     def _read_records(self) -> dict[int, dict[str, Any]]:
-        """Return the records of some ranks that stand still."""
-        read = {rank: self._read(f"records/{rank}") for rank in self._near()}
+        """Return the records of the ranks 1, 2, 4, ... behind this one, as far as they stand still."""
+        # Records of all ranks would load the store with the square of their number.
+        size = len(self._ranks)
+        ranks = [(self._rank + (1 << power)) % size for power in range((size - 1).bit_length())]
+        read = {rank: self._read(f"records/{rank}") for rank in ranks}
         return {rank: json.loads(text) for rank, text in read.items() if text}
 
     def _read(self, key: str) -> str | None:

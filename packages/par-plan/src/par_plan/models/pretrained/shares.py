@@ -79,7 +79,8 @@ def look(structure: Structure, split: TensorSplit) -> RankShard | str:
             )
         except (TypeError, ValueError) as error:
             return str(error)
-    shapes = {name: _sizes(record) for name, record in records.items()}
+    # Those of the first rank, which has no padding and so the largest shard.
+    shapes = {name: [box.size for box in record.boxes] for name, record in records.items()}
     shapes = shapes or {name: [tuple(parameter.shape)] for name, parameter in structure.parameters.items()}
 
     kinds = (nn.Linear, import_module("transformers.pytorch_utils").Conv1D)
@@ -132,8 +133,3 @@ def look(structure: Structure, split: TensorSplit) -> RankShard | str:
 def in_runs(part: ModelSlice, shares: tuple[LayerShard, ...]) -> list[tuple[LayerShard, int]]:
     """Return the shards of all layers of a rank, with the number of layers of each."""
     return [(shares[kind], times) for run in part.runs for kind, times in run]
-
-
-def _sizes(record: Sharding) -> list[tuple[int, ...]]:
-    """Return the shapes on the first rank, which has no padding and so the largest shard."""
-    return [box.size for box in record.boxes]
