@@ -16,10 +16,10 @@ MOST = {
     # One declares the attributes that packages set on tensors, one removes the names of wrappers, one is for moves too.
     "load": (11, 51),
     # Six of them reduce: the reducer, a pass, its order, its gradients and their use; one records the program, and one
-    # has what happens around a step of an optimizer.
-    "zero-step": (24, 24),
+    # has what happens around a step of an optimizer. Another one records the calls that all ranks must make.
+    "zero-step": (25, 25),
     "pipeline-step": (17, 17),
-    "strategy-step": (51, 51),  # two of them pass the loss factor to routers; one seeds the next step
+    "strategy-step": (52, 52),  # two of them pass the loss factor to routers; one seeds the next step
 }
 
 
