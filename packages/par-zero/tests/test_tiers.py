@@ -63,7 +63,7 @@ def test_values_that_are_refused(options, problem):
         ({"ahead": 2.5}, "ahead is 2.5; give a whole number, such as 4"),
         ({"piece": 2.5}, "piece=2.5: a size is bytes or a text"),
         ({"path": 3}, "path is 3; give a folder on a local disk"),
-        ({"overlap": 1}, "overlap is 1; it can be True, False or 'auto'"),
+        ({"overlap": 1}, "overlap=1: pass True, False, 'auto' or 'backward'"),
     ],
 )
 def test_types_that_are_refused(options, problem):
