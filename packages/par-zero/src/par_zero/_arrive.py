@@ -103,7 +103,7 @@ class Arrival:
             handle: Handle of the all-gather, which began on the current stream.
         """
         self._handle = handle
-        tensors = [member.parameter for member in self._chunk.members]
+        tensors = [*self._chunk.parameters]
         device = self._chunk.flat.device
         self._stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
         self._arriving.add(self._number)

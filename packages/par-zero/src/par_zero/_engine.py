@@ -158,7 +158,7 @@ class Engine:
             for part in self._module.modules():
                 part.register_state_dict_pre_hook(tier.settle)
                 part.register_load_state_dict_pre_hook(tier.settle)
-            on_settle([member.parameter for chunk in self._trained for member in chunk.members], tier.settle)
+            on_settle([parameter for chunk in self._trained for parameter in chunk.parameters], tier.settle)
 
     def watch(self, parameters: Sequence[nn.Parameter]) -> None:
         """Mark the finished module as sharded, and watch reads and writes of its parameters from now on.

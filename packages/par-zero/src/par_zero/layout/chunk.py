@@ -83,7 +83,7 @@ class Chunk:
         self.groups, self.meter, self.home = groups, Meter(), Home()
         self._guards = False
         # Torch counts no writes to tensors that were made in inference mode.
-        self._writes = tuple(each.parameter for each in self.members if not each.parameter.is_inference()), 0
+        self._writes = tuple(each for each in self.parameters if not each.is_inference()), 0
         low, high = self.updated
         if stage.shards_parameters:
             # The full buffer loses its memory below, so the shard needs memory of its own.

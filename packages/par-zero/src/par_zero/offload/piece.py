@@ -127,7 +127,7 @@ class DiskPiece:
         # Identities too, because a program may replace a slot by a new tensor of the same version.
         seen = [self.tensor, *(state[name] for name in self.views if state.get(name) is not None)]
         if self.start is not None and self.in_use is None:
-            seen += [self.chunk.own, *(member.parameter for member in self.chunk.members)]
+            seen += [self.chunk.own, *self.chunk.parameters]
         return [(id(tensor), tensor._version) for tensor in seen]
 
     def adopt_(self, state: State) -> None:

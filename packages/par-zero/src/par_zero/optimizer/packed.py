@@ -22,7 +22,7 @@ class PackedParameters:
 
     def __init__(self, module: nn.Module, chunks: Sequence[Chunk], *, in_place: bool) -> None:
         self._module, self._chunks, self._in_place = module, chunks, in_place
-        self._parameters = [member.parameter for chunk in chunks for member in chunk.members]
+        self._parameters = [parameter for chunk in chunks for parameter in chunk.parameters]
         self._pointers = list(map(_ADDRESS, self._parameters)) if in_place else []
         self._find()
 
@@ -50,7 +50,7 @@ class PackedParameters:
         # Comparing memory instead of identity accepts a parameter that another object replaces for a time.
         places_of_module = {_place(parameter) for parameter in self._module.parameters()}
         for chunk in self._chunks:
-            places = chunk.views(chunk.flat) if whole else (member.parameter for member in chunk.members)
+            places = chunk.views(chunk.flat) if whole else chunk.parameters
             for member, place in zip(chunk.members, places, strict=True):
                 mine = member.parameter
                 moved = mine.data_ptr() != place.data_ptr() or mine.dtype != place.dtype

@@ -97,7 +97,7 @@ class ModuleWrites:
     def __init__(self, chunks: Iterable[Chunk]) -> None:
         self._parameters: dict[Chunk, list[nn.Parameter]] = {}
         for chunk in chunks:
-            parameters = [member.parameter for member in chunk.members]
+            parameters = chunk.parameters
             # Torch counts no writes to tensors that were made in inference mode.
             if chunk.has_copies and not any(parameter.is_inference() for parameter in parameters):
                 self._parameters[chunk] = parameters
