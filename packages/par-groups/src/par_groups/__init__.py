@@ -16,7 +16,7 @@ from ._wrappers import original_name
 from .live.environment import Launch, read_environment
 from .live.signals import STOP_SIGNALS, block_stop_signals, watch_parent
 from .sharding.sharding import Box, Sharding, cut, part_of, set_sharding, whole
-from .topology.axes import averaged_axes, data_axes, replica_axes, splits_sequence
+from .topology.axes import averaged_axes, axis_size, data_axes, replica_axes, splits_sequence
 from .topology.channels import Channels
 from .topology.experts import EXPERTS
 from .topology.lanes import LaneCounts, tree
@@ -120,6 +120,7 @@ __all__ = [
     "add_product",
     "agree",
     "averaged_axes",
+    "axis_size",
     "backend_of",
     "block_stop_signals",
     "bytes_of",

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from par_groups import Topology
+from par_groups import Topology, axis_size
 
 
 def digits(groups):
@@ -243,7 +243,7 @@ def test_a_wrong_question_is_named(ask, message):
 
 BIG = """
 import sys, tracemalloc
-from par_groups import Topology
+from par_groups import Topology, axis_size
 
 def own_groups():
     topology = Topology.from_config({"pipeline": 16, "tensor": {"size": 8, "mode": "3d"}}, 102_400)
@@ -298,3 +298,8 @@ def test_draw_writes_a_picture(tmp_path, world, ending):
     Topology.from_config({}, world).draw(path)
     head = path.read_bytes()[:200]
     assert head.startswith(b"\x89PNG") if ending == "png" else b"<svg" in head or b"<?xml" in head
+
+
+def test_axis_size_of_axes_products_and_absent_names():
+    topology = Topology.from_config({"tensor": {"size": 4, "mode": "2d"}, "data": 3}, 12)
+    assert [axis_size(topology, name) for name in ("data", "tensor", "sequence")] == [3, 4, 1]

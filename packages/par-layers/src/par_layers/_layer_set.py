@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from par_groups import LaneCounts, ProcessGroups, Topology
+from par_groups import LaneCounts, ProcessGroups, Topology, axis_size
 
 from ._activations import LayerSetOperations
 from .experts.balance import LoadBalancing
@@ -72,7 +72,7 @@ def layer_set(
             topology = groups.topology
             mode, of_topology = topology.modes.get("tensor", (None, {}))
             given = {**of_topology, **given}
-            if mode is None and "tensor" in (*topology.axes, *topology.products) and topology.size("tensor") > 1:
+            if mode is None and axis_size(topology, "tensor") > 1:
                 raise ValueError(
                     f"mode='auto': the topology has {topology.size('tensor')} ranks on the axis 'tensor', but no mode "
                     "for it; pass a mode, such as layer_set('1d', groups)"

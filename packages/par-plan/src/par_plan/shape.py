@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-from par_groups import Topology
+from par_groups import Topology, axis_size
 
 from .experts.mixture import Mixture
-from .experts.spread import ALONE, ExpertPlacement, expert_axis_size, expert_placement, expert_tensors
+from .experts.spread import ALONE, ExpertPlacement, expert_placement, expert_tensors
 
 MODES = ("1d", "2d", "2.5d", "3d")
 """The tensor modes that there are formulas for."""
@@ -222,14 +222,9 @@ class TensorSplit:
         return f"{self.mode} {sizes}{' sp' if self.sequence else ''}"
 
 
-def sequence_ranks(topology: Topology) -> int:
-    """Return the number of sequence ranks; 1 without such an axis."""
-    return topology.size("sequence") if "sequence" in (*topology.axes, *topology.products) else 1
-
-
 def averaged_ranks(topology: Topology) -> int:
     """Return the number of ranks that average gradients of dense layers."""
-    return topology.size("data") * sequence_ranks(topology) * expert_axis_size(topology)
+    return topology.size("data") * axis_size(topology, "sequence") * axis_size(topology, "expert")
 
 
 def tensor_split(topology: Topology) -> TensorSplit:

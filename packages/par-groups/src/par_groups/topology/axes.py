@@ -9,7 +9,7 @@ def data_axes(topology: Topology) -> Axes:
     Args:
         topology: A topology of `Topology.from_config`, or another one with an axis "data".
     """
-    return ("data", "expert") if _has_ranks(topology, "expert") else "data"
+    return ("data", "expert") if axis_size(topology, "expert") > 1 else "data"
 
 
 def averaged_axes(topology: Topology) -> Axes:
@@ -18,7 +18,7 @@ def averaged_axes(topology: Topology) -> Axes:
     Args:
         topology: A topology of `Topology.from_config`, or another one with an axis "data".
     """
-    further = [axis for axis in ("sequence", "expert") if _has_ranks(topology, axis)]
+    further = [axis for axis in ("sequence", "expert") if axis_size(topology, axis) > 1]
     return ("data", *further) if further else "data"
 
 
@@ -34,8 +34,14 @@ def replica_axes(topology: Topology) -> tuple[str, ...]:
 
 def splits_sequence(topology: Topology) -> bool:
     """Return whether each sequence is split over several ranks."""
-    return _has_ranks(topology, "sequence")
+    return axis_size(topology, "sequence") > 1
 
 
-def _has_ranks(topology: Topology, axis: str) -> bool:
-    return axis in (*topology.axes, *topology.products) and topology.size(axis) > 1
+def axis_size(topology: Topology, axis: str) -> int:
+    """Return the number of ranks along an axis or a product of axes; 1 if the topology has none of this name.
+
+    Args:
+        topology: Any topology.
+        axis: Name, such as "sequence".
+    """
+    return topology.size(axis) if axis in (*topology.axes, *topology.products) else 1

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol, Self, TypeVar
 
-from .axes import data_axes
+from .axes import axis_size, data_axes
 from .topology import Topology
 
 
@@ -55,7 +55,7 @@ class LaneCounts:
                 f"lanes={self.data}: they do not divide among {replicas} data ranks; pass a multiple of {replicas}"
             )
         for name, lanes in (("tensor", self.tensor), ("sequence", self.sequence)):
-            ranks = topology.size(name) if name in (*topology.axes, *topology.products) else 1
+            ranks = axis_size(topology, name)
             each, rest = divmod(lanes, ranks)
             # Sums over these lanes form a binary tree. A rank can compute its part of the tree only if its lanes are
             # the leaves of one subtree. Losses over sequence ranks are multiplied by the number of ranks, which is

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from par_groups import LaneCounts, WeightGradHook, WeightGradient, exact_sum, on_grid, tree
+from par_groups import LaneCounts, WeightGradHook, WeightGradient, axis_size, exact_sum, on_grid, tree
 
 from .._collectives import (
     all_gather_on,
@@ -72,7 +72,8 @@ def rules_in_lanes(mode: str | None, grid: Grid, options: dict[str, Any], lanes:
     group = grid.group(axes) if axes else None
     here = lanes.tensor // grid.size(axes)
     sequence = bool(options.get("sequence_parallel", False)) and group is not None
-    rows = SequenceLanes(lanes.sequence, lanes.sequence // context_size(grid))
+    context_ranks = 1 if grid.topology is None else axis_size(grid.topology, "sequence")
+    rows = SequenceLanes(lanes.sequence, lanes.sequence // context_ranks)
     column, row = LaneColumn(group, here, sequence, rows=rows), LaneRow(group, here, sequence, rows)
 
     def to_residual(y: Tensor) -> Tensor:
@@ -95,13 +96,6 @@ def rules_in_lanes(mode: str | None, grid: Grid, options: dict[str, Any], lanes:
         token_parameters=ChunkedParameters(row.sums),
         lanes=lanes,
     )
-
-
-def context_size(grid: Grid) -> int:
-    """Return the number of ranks over which `Context.cut` splits a sequence."""
-    topology = grid.topology
-    known = topology is not None and "sequence" in (*topology.axes, *topology.products)
-    return topology.size("sequence") if known and topology is not None else 1
 
 
 @dataclass(frozen=True)

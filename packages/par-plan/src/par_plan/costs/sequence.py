@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from par_groups import Topology
+from par_groups import Topology, axis_size
 from par_layers import AttentionShape, Mask, attention_memory, attention_pairs, layer_cost, num_gather_parts
 
 from ..experts.costs import all_reduced
-from ..shape import sequence_ranks, tensor_split
+from ..shape import tensor_split
 from .traffic import AxisTraffic
 
 CAUSAL = Mask(causal=True)
@@ -63,7 +63,7 @@ def sequence_split(topology: Topology) -> SequenceSplit:
     Raises:
         ValueError: There are no formulas for its mode, or for its tensor mode.
     """
-    ranks = sequence_ranks(topology)
+    ranks = axis_size(topology, "sequence")
     if ranks == 1:
         return SequenceSplit()
     split, (mode, options) = tensor_split(topology), topology.modes.get("sequence", ("gather", {}))

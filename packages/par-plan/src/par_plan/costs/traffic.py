@@ -7,15 +7,14 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Protocol
 
-from par_groups import Topology
+from par_groups import Topology, axis_size
 from par_layers import EmbeddingShape, LayerCost, LinearShape, NormShape, layer_cost
 from par_zero import traffic
 
 from ..experts.costs import all_reduced, partial_elements, routed_traffic, tensor_bytes, tensor_operations
 from ..experts.mixture import Load, Mixture
-from ..experts.spread import expert_axis_size
 from ..inputs import NumberWidths
-from ..shape import ModelSlice, Shape, TensorSplit, padded, sequence_ranks
+from ..shape import ModelSlice, Shape, TensorSplit, padded
 from .memory import ZeroSharding
 from .pipeline import PipelineRank
 
@@ -50,7 +49,7 @@ def over(transfer: AxisTraffic, topology: Topology) -> str:
         return "data x expert_data"
     if transfer.axis != "data":
         return transfer.axis
-    more = {"sequence": sequence_ranks(topology), "expert": expert_axis_size(topology)}
+    more = {axis: axis_size(topology, axis) for axis in ("sequence", "expert")}
     return " x ".join(["data", *(name for name, ranks in more.items() if ranks > 1)])
 
 

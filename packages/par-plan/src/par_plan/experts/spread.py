@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from par_groups import Topology
+from par_groups import Topology, axis_size
 
 from .mixture import Load, Mixture
 
@@ -63,15 +63,10 @@ def expert_placement(topology: Topology) -> ExpertPlacement:
         sequence=sequence,
         parallel=topology.size("expert_parallel"),
         tensor=topology.size("expert_tensor"),
-        own=expert_axis_size(topology),
+        own=axis_size(topology, "expert"),
         copies=topology.size("expert_data"),
         is_dealt=True,
     )
-
-
-def expert_axis_size(topology: Topology) -> int:
-    """Return the number of ranks on the axis "expert"; 1 without such an axis."""
-    return topology.size("expert") if "expert" in (*topology.axes, *topology.products) else 1
 
 
 def expert_config(topology: Topology) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from par_groups import Topology
+from par_groups import Topology, axis_size
 
 from ...experts.experts import Experts
 from ...modes.grid import EXPERTS, Axes, Grid
@@ -114,7 +114,7 @@ class Survey:
 def tensor_axes(grid: Grid) -> Axes:
     """Return the axes of the tensor group; () if the group has one rank."""
     topology = grid.topology
-    if topology is None or "tensor" not in (*topology.axes, *topology.products) or topology.size("tensor") == 1:
+    if topology is None or axis_size(topology, "tensor") == 1:
         return ()
     return grid.tensor_axes
 
