@@ -1,8 +1,10 @@
 """`Publisher`: the trainer offers its weights to generators, version by version."""
 
+import atexit
 import logging
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +31,7 @@ class Publication:
     """A version that generators can take.
 
     Args:
-        version: Its number.
+        version: Number of the version.
         bytes: Bytes of this rank's copy.
         seconds: Duration of `publish` on this rank.
     """
@@ -63,6 +65,8 @@ class Publisher:
         state: The model; other members are ignored.
         dtype: Dtype of floating-point tensors in a version; None: each keeps its own.
         group: Ranks of the trainer. Default: all ranks.
+        keep: Number of earlier versions kept in host memory, the latest that a generator has taken. A generator that
+            has one of them receives changed values only; 0: all values are always sent.
         budget: Memory for messages in each update, such as "256MB".
         timeout: Seconds to wait for a rank or a generator that does not answer.
 
@@ -78,6 +82,7 @@ class Publisher:
         *,
         dtype: torch.dtype | None = torch.bfloat16,
         group: dist.ProcessGroup | None = None,
+        keep: int = 1,
         budget: str | int = "256MB",
         timeout: float = 60.0,
     ) -> None:
@@ -89,6 +94,8 @@ class Publisher:
                 check_timeout(timeout)
                 if dtype is not None and is_float8(dtype):
                     raise ValueError(f"dtype={dtype}: a cast to float8 needs scales; pass bfloat16 or None")
+                if keep < 0:
+                    raise ValueError(f"keep={keep}: not a number of versions; pass 0 or more")
                 self._budget = parse_size(budget, name="budget", least=1)
                 self._store = at.open()
 
@@ -98,9 +105,10 @@ class Publisher:
                 return number
 
             session.ranks.agree(look)
-            self._rank, self._ranks = session.ranks.rank, session.ranks.size
+            self._place = session.ranks.rank, session.ranks.size
             self._number: int = session.ranks.on_first(register)
         self._newest: tuple[int, WeightCopy] | None = None
+        self._kept: deque[WeightCopy] = deque(maxlen=keep)  # committed versions before the newest one
         # `Publication.wait` counts generators, and a generator may have skipped to a later version.
         self._commits: dict[int, int] = {}
         self._changed = threading.Condition()
@@ -108,6 +116,8 @@ class Publisher:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="par-checkpoint-publish", daemon=True)
         self._thread.start()
+        # A thread in the store's client would abort the process at the end of the interpreter.
+        atexit.register(self.close)
 
     def publish(self, version: int) -> Publication:
         """Copy the weights to host memory, and offer the copy to generators. Collective over the trainer's ranks.
@@ -133,6 +143,7 @@ class Publisher:
                 content = collect(self._state)
                 found = WeightCopy.like(content, self._dtype)
                 found.copy_from_(content.entries)
+                found.version = self._number, version
                 return found
 
             def offer() -> None:
@@ -150,6 +161,8 @@ class Publisher:
 
             held = session.ranks.agree(copy)
             with self._changed:
+                if self._newest is not None and self._newest[0] in self._commits:
+                    self._kept.append(self._newest[1])
                 self._newest = version, held
             # The version is offered only after every rank holds its copy, so no generator can ask for a missing part.
             session.ranks.on_first(offer)
@@ -157,6 +170,7 @@ class Publisher:
 
     def close(self) -> None:
         """End the thread of this rank, after the update that it may be sending. Generators keep what they have."""
+        atexit.unregister(self.close)
         self._closing.set()
         self._thread.join()
 
@@ -195,6 +209,7 @@ class Publisher:
                     self._closing.wait(_IDLE)
                     continue
                 self._send(transaction, size)
+                transaction.leave(self._place[1] + size)
                 number += 1
         except Exception as error:
             with self._changed:
@@ -211,7 +226,7 @@ class Publisher:
         try:
             # The first rank chooses the version, because ranks publish a new one at slightly different moments.
             newest = self._newest
-            if self._rank == 0 and newest is not None:
+            if self._place[0] == 0 and newest is not None:
                 transaction.announce("version", newest[0])
             version = transaction.wait_for(lambda: transaction.read("version"), self._timeout, "the first rank")
 
@@ -220,7 +235,7 @@ class Publisher:
                 return newest if newest is not None and newest[0] >= version else None
 
             newest = transaction.wait_for(at_least, self._timeout, f"version {version}")
-            # Another rank has dropped this version already, so the attempt cannot succeed.
+            # This rank has dropped the version already, so the attempt cannot succeed.
             if newest[0] != version:
                 raise TransactionAborted("a newer version has replaced it")
         except TransactionAborted as error:
@@ -229,16 +244,22 @@ class Publisher:
             return
         update = Update(
             at=self._at,
-            rank=self._rank,
-            size=self._ranks + generator,
+            rank=self._place[0],
+            size=self._place[1] + generator,
             budget=self._budget,
             timeout=self._timeout,
         )
         try:
-            is_committed = update.run_(transaction, source=newest[1], target=None)
+            with self._changed:
+                bases = tuple(self._kept)
+            is_committed = update.run_(transaction, source=newest[1], bases=bases) is not None
         except MismatchError as error:
             _logger.warning("update %d: %s", transaction.number, error)
             return
+        if not is_committed:
+            return
         with self._changed:
-            self._commits[version] = self._commits.get(version, 0) + is_committed
+            if version not in self._commits and self._newest != newest:  # replaced while it travelled
+                self._kept.append(newest[1])
+            self._commits[version] = self._commits.get(version, 0) + 1
             self._changed.notify_all()

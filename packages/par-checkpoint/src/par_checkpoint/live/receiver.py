@@ -1,5 +1,6 @@
 """`Receiver`: a generator takes the weights that a trainer publishes, and serves complete versions only."""
 
+import atexit
 import logging
 import threading
 import uuid
@@ -30,17 +31,19 @@ class Staged:
     """A complete version in host memory, next to the one that is served.
 
     Attributes:
-        version: Its number.
+        version: Number of the version.
+        received: Bytes of tensors that this rank has received for it.
     """
 
-    def __init__(self, receiver: "Receiver", version: int, weights: WeightCopy) -> None:
-        self.version = version
+    def __init__(self, receiver: "Receiver", version: int, weights: WeightCopy, received: int) -> None:
+        self.version, self.received = version, received
         self._receiver, self._weights = receiver, weights
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the name and the values of each tensor, under the names that the ranks exchange.
 
-        A tensor has the shape of this rank's box. It is valid until `accept` or `apply`.
+        A tensor has the shape of this rank's box. It is valid until `accept` or `apply`. Do not write to it: a later
+        version may bring only the values that changed.
         """
         yield from self._weights.tensors.items()
 
@@ -107,13 +110,14 @@ class Receiver:
         # One copy of the weights in host memory is filled by the thread, and the served weights stay untouched.
         self._memory = WeightCopy.like(content, None)
         self._staged: Staged | None = None
-        self._has: tuple[int, int] | None = None  # publisher and version of what was fetched last
         self._error: Exception | None = None
         self._is_free = threading.Event()  # whether the memory may be filled
         self._is_free.set()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._fetch_all, name="par-checkpoint-receive", daemon=True)
         self._thread.start()
+        # A thread in the store's client would abort the process at the end of the interpreter.
+        atexit.register(self.close)
 
     def poll(self) -> Staged | None:
         """Return a newer version if all ranks of the generator have it, else None. Collective over the generator.
@@ -137,6 +141,7 @@ class Receiver:
 
     def close(self) -> None:
         """End the thread of this rank, after the update that it may be receiving."""
+        atexit.unregister(self.close)
         self._closing.set()
         self._is_free.set()
         self._thread.join()
@@ -167,12 +172,14 @@ class Receiver:
                     self._closing.wait(_IDLE)
                     continue
                 fetch += 1
-                version = self._fetch(*begun)
-                if version is not None:
-                    self._has = begun[0], version
+                fetched = self._fetch(*begun)
+                if fetched is not None:
+                    version, received = fetched
+                    # The next update needs to bring changed values only.
+                    self._memory.version = begun[0], version
                     # The memory must not change until the generator has applied the version or loaded its tensors.
                     self._is_free.clear()
-                    self._staged = Staged(self, version, self._memory)
+                    self._staged = Staged(self, version, self._memory, received)
         except dist.DistError as error:
             # The store is lost, and the generator serves what it has.
             _logger.warning("no newer weights can arrive: the store at %s is lost (%s)", self._at.address, error)
@@ -196,17 +203,20 @@ class Receiver:
             return None
         publisher, version = map(int, self._store.get("newest").split())
         # A publisher that has taken over may not have published yet; nobody sends the versions of the one before.
-        if (publisher, version) == self._has or publisher != self._store.add("publishers", 0):
+        if (publisher, version) == self._memory.version or publisher != self._store.add("publishers", 0):
             return None
         # The counter orders the requests of all generators, and the publisher serves them in this order.
         number = self._store.add(f"{publisher}/updates", 1)
         self._store.set(key, f"{publisher} {number}")
-        Transaction(self._store, publisher, number).announce("generator", size)
+        transaction = Transaction(self._store, publisher, number)
+        transaction.store.set("origin", key)
+        transaction.announce("generator", size)
         return publisher, number
 
-    def _fetch(self, publisher: int, number: int) -> int | None:
-        """Take part in an update, and return the version, or None if it was aborted."""
+    def _fetch(self, publisher: int, number: int) -> tuple[int, int] | None:
+        """Take part in an update, and return the version and the received bytes, or None if it was aborted."""
         transaction = Transaction(self._store, publisher, number)
+        ranks, (rank, size) = int(self._store.get(f"{publisher}/ranks")), self._place
 
         def look() -> int | None:
             if self._closing.is_set():
@@ -218,8 +228,8 @@ class Receiver:
         except TransactionAborted as error:
             _logger.info("update %d: %s", number, error)
             transaction.decide(ABORT)
+            transaction.leave(ranks + size)
             return None
-        ranks, (rank, size) = int(self._store.get(f"{publisher}/ranks")), self._place
         update = Update(
             at=self._at,
             rank=ranks + rank,
@@ -227,4 +237,8 @@ class Receiver:
             budget=self._budget,
             timeout=self._timeout,
         )
-        return version if update.run_(transaction, source=None, target=self._memory) else None
+        try:
+            received = update.run_(transaction, target=self._memory)
+        finally:
+            transaction.leave(ranks + size)
+        return None if received is None else (version, received)

@@ -85,6 +85,22 @@ class Transaction:
         found: bytes = self.store.compare_set("decision", "", wanted)
         return found.decode()
 
+    def leave(self, size: int) -> None:
+        """Remove the keys of the attempt once all of its processes have left. A process calls it last, and once.
+
+        The keys of an attempt in which a process was killed stay in the store.
+
+        Args:
+            size: Number of processes.
+        """
+        # A process that still needs the decision must find the one that the other processes have found.
+        if self.store.add("left", 1) < size:
+            return
+        if self.store.check(["origin"]):
+            self._exchange.delete_key(self.store.get("origin").decode())
+        for key in self.store.list_keys():
+            self.store.delete_key(key)
+
     def is_aborted(self) -> bool:
         """Return whether a process has given up, or another publisher has taken over."""
         # A process that was killed cannot give up. The publisher that replaces it ends the wait for it.

@@ -1,6 +1,6 @@
-"""Messages by which takers request pieces from givers, straight from rank to rank."""
+"""Messages about pieces between takers and givers, straight from rank to rank."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -44,3 +44,24 @@ def exchange_requests(ranks: Ranks, requests: Mapping[int, Rows]) -> dict[int, R
         for each in sending:
             each.wait()
     return found
+
+
+def exchange_counts(
+    ranks: Ranks, outgoing: Mapping[int, Sequence[int]], incoming: Mapping[int, int]
+) -> dict[int, list[int]]:
+    """Send an integer for each piece to its taker; return those that this rank receives, by giver.
+
+    Args:
+        ranks: The ranks, of which each taker has sent a request to its givers.
+        outgoing: Integers to send, by taker.
+        incoming: Number of integers that arrive, by giver.
+    """
+    # The request has connected the two ranks, so no order of messages can make ranks wait in a circle.
+    arriving = {giver: torch.empty(count, dtype=torch.int32, device="cpu") for giver, count in incoming.items()}
+    transfers = [ranks.receive(each.view(torch.uint8), giver) for giver, each in arriving.items()]
+    for taker, numbers in outgoing.items():
+        leaving = torch.tensor(numbers, dtype=torch.int32, device="cpu")
+        transfers.append(ranks.send(leaving.view(torch.uint8), taker))
+    for each in transfers:
+        each.wait()
+    return {giver: each.tolist() for giver, each in arriving.items()}

@@ -2,9 +2,10 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import chain
 
 import torch
 from torch.autograd.graph import increment_version
@@ -27,11 +28,13 @@ from ..transfer.errors import attempt
 from ..transfer.exchange import PieceExchange, claims_of_all, words_of
 from ..transfer.memory import LocalState, padded, unpacked
 from ..transfer.ranks import Ranks
+from .delta import changed_mask, decode_, encode_
 from .digest import MODULUS, digest_of_box
-from .requests import exchange_requests
+from .requests import exchange_counts, exchange_requests
 from .wanted import MemoryPiece, PieceRequests, Wanted, halved, pieces_of
 
 Planned = Callable[[Hashable, Callable[[], Sequence[GlobalTensor]]], Sequence[GlobalTensor]]
+_Pieces = dict[int, list[MemoryPiece]]
 
 _ALONE = 1 << 18  # bytes of a piece above which a copy costs more than a message
 _BUFFERS = 4  # messages each way that travel while the next one is packed
@@ -63,9 +66,11 @@ class MemorySource:
         tensors: Tensors of all ranks, with their boxes.
         outline: Everything but the data, the same on every rank.
         target: Objects of this rank that are filled.
-        options: How state moves.
+        options: Options of the move.
 
     Attributes:
+        based: Ranks that have a base: an earlier version of their targets, so that changed values are enough.
+        bases: The same version as this rank has it, by rank that has a base; without it, all values are sent.
         received: Bytes that this rank has received from others.
         sent: Bytes that it has sent.
         local: Bytes that it has copied within its memory.
@@ -80,6 +85,8 @@ class MemorySource:
     options: MoveOptions
     title: str = "the source"
     kind: str = "source"
+    based: Set[int] = frozenset()
+    bases: dict[int, LocalState] = field(default_factory=dict)
     received: int = 0
     sent: int = 0
     local: int = 0
@@ -109,7 +116,7 @@ class MemorySource:
             source: Objects of this rank whose state moves.
             target: Objects of this rank that are filled.
             sections: Sections that any rank's target has: "model", "optimizer".
-            options: How state moves.
+            options: Options of the move.
 
         Raises:
             ValueError: Ranks disagree about a tensor or about state that is the same on all ranks; on every rank.
@@ -179,14 +186,12 @@ class MemorySource:
             # Targets on the meta device get memory round by round, while the source frees memory.
             inside = [(wanted, target) for wanted, target in self._wanted(targets) if first <= wanted.tensor < stop]
             local = ranks.agree(partial(self._local_states, inside))
-            move = partial(
-                self._move_,
-                exchange,
-                local,
-                outgoing={taker: self._between(pieces, first, stop) for taker, pieces in outgoing.items()},
-                incoming={giver: self._between(pieces, first, stop) for giver, pieces in incoming.items()},
-                here=self._between(requests.local, first, stop),
-            )
+            leaving = {taker: self._between(pieces, first, stop) for taker, pieces in outgoing.items()}
+            coming = {giver: self._between(pieces, first, stop) for giver, pieces in incoming.items()}
+            if self.based:
+                self._count_changes_(leaving, coming)
+            here = self._between(requests.local, first, stop)
+            move = partial(self._move_, exchange, local, outgoing=leaving, incoming=coming, here=here)
             _, error = attempt(move)
             ranks.raise_first(None if error is None else _undefined(error))
             if self.options.release:
@@ -208,8 +213,8 @@ class MemorySource:
         exchange: PieceExchange[MemoryPiece],
         local: Mapping[int, LocalState],
         *,
-        outgoing: Mapping[int, Sequence[MemoryPiece]],
-        incoming: Mapping[int, Sequence[MemoryPiece]],
+        outgoing: _Pieces,
+        incoming: _Pieces,
         here: Sequence[MemoryPiece],
     ) -> None:
         """Move the pieces of one round.
@@ -225,13 +230,13 @@ class MemorySource:
 
         # A rank that fails here, such as for lack of device memory, still sends and receives all messages. The other
         # ranks would otherwise wait for them until the timeout; so all ranks raise its error after the round.
-        def fill(_: int, pieces: Sequence[MemoryPiece], buffer: torch.Tensor) -> torch.Tensor:
+        def fill(to: int, pieces: Sequence[MemoryPiece], buffer: torch.Tensor) -> torch.Tensor:
             self.sent += sum(piece.bytes for piece in pieces)
             try:
-                direct = held.place(pieces) if self._is_uncast(pieces[0]) else None
+                direct = held.place(pieces) if self._is_plain(pieces[0]) else None
                 for piece, packed in zip(pieces, _packed(pieces, buffer), strict=True):
                     if direct is None:
-                        copy_elements_(packed, held.view(piece))
+                        self._pack_(packed, piece, to)
                     self._note(self._given, piece, held)
             except Exception as error:
                 failed.append(error)
@@ -240,12 +245,16 @@ class MemorySource:
 
         def place(pieces: Sequence[MemoryPiece]) -> torch.Tensor | None:
             self.received += sum(piece.bytes for piece in pieces)
-            return local[pieces[0].copy].place(pieces) if self._is_uncast(pieces[0]) else None
+            return local[pieces[0].copy].place(pieces) if self._is_plain(pieces[0]) else None
 
         def take(pieces: Sequence[MemoryPiece], buffer: torch.Tensor) -> None:
             try:
                 for piece, packed in zip(pieces, _packed(pieces, buffer), strict=True):
-                    copy_elements_(local[piece.copy].view(piece), packed)
+                    into = local[piece.copy].view(piece)
+                    if piece.is_full or piece.changed is None:
+                        copy_elements_(into, packed)
+                    else:
+                        decode_(into, packed, piece.dtype, piece.changed)
             except Exception as error:
                 failed.append(error)
 
@@ -253,11 +262,49 @@ class MemorySource:
             copy_elements_(local[piece.copy].view(piece), held.view(piece))
             self.local += piece.bytes
             self._note(self._given, piece, held)
-        exchange.run(outgoing, incoming, fill=fill, take=take, place=place)
+        # No message travels for pieces in which nothing changed.
+        leaving, coming = (
+            {peer: [piece for piece in pieces if piece.bytes] for peer, pieces in pairs.items()}
+            for pairs in (outgoing, incoming)
+        )
+        exchange.run(leaving, coming, fill=fill, take=take, place=place)
         if failed:
             raise failed[0]
-        for piece in (*here, *(piece for pieces in incoming.values() for piece in pieces)):
+        # Elements that did not change are part of the digests, so that another base than the giver's is seen.
+        for piece in chain.from_iterable(outgoing.values()):
+            if not piece.bytes:
+                self._note(self._given, piece, held)
+        for piece in chain(here, *incoming.values()):
             self._note(self._taken, piece, local[piece.copy])
+
+    def _pack_(self, packed: torch.Tensor, piece: MemoryPiece, taker: int) -> None:
+        """Copy a piece to a message."""
+        values = self._held.view(piece)
+        if piece.is_full:
+            copy_elements_(packed, values)
+        else:
+            encode_(packed, values.to(piece.dtype), self._changes(piece, taker))
+
+    def _count_changes_(self, outgoing: _Pieces, incoming: _Pieces) -> None:
+        """Set how many elements of each piece changed, which givers count and send. Collective."""
+        counts = {
+            taker: [int(self._changes(piece, taker).sum()) for piece in pieces]
+            for taker, pieces in outgoing.items()
+            if taker in self.based
+        }
+        sizes = {giver: len(pieces) for giver, pieces in incoming.items() if self.ranks.rank in self.based}
+        received = exchange_counts(self.ranks, counts, sizes)
+        for pairs, numbers in ((outgoing, counts), (incoming, received)):
+            for peer, changed in numbers.items():
+                pairs[peer] = [piece._replace(changed=k) for piece, k in zip(pairs[peer], changed, strict=True)]
+
+    def _changes(self, piece: MemoryPiece, taker: int) -> torch.Tensor:
+        """Return which elements of a piece differ from the taker's base; all of them if this rank lacks the base."""
+        base = self.bases.get(taker)
+        if base is None or piece.dtype.itemsize > torch.int64.itemsize:
+            return torch.ones(piece.numel, dtype=torch.bool, device="cpu")
+        # Both are cast as they travel: many small updates vanish in a narrower dtype.
+        return changed_mask(*(state.view(piece).to(piece.dtype) for state in (base, self._held)))
 
     @cached_property
     def _held(self) -> LocalState:
@@ -323,9 +370,9 @@ class MemorySource:
         increment_version([entry.local for some in entries.values() for entry in some])
         return {copy: LocalState.of(some, self.tensors) for copy, some in entries.items()}
 
-    def _is_uncast(self, piece: MemoryPiece) -> bool:
-        """Return whether a piece travels in the source's dtype."""
-        return piece.dtype == self.tensors[piece.tensor].dtype
+    def _is_plain(self, piece: MemoryPiece) -> bool:
+        """Return whether all elements of a piece travel in the source's dtype."""
+        return piece.is_full and piece.dtype == self.tensors[piece.tensor].dtype
 
     def _release_(self, first: int, stop: int, section: str) -> None:
         """Free the tensors of the source that have left, once nothing else is in their storage."""
@@ -420,8 +467,9 @@ def _extent(local: torch.Tensor) -> tuple[int, int]:
 
 
 def _packed(pieces: Sequence[MemoryPiece], buffer: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the pieces as views of a buffer that stores them one after the other."""
-    return unpacked(((piece.dtype, piece.size) for piece in pieces), buffer)
+    """Yield the pieces as views of a buffer that stores them one after the other; encoded ones as bytes."""
+    kinds = ((piece.dtype, piece.size) if piece.is_full else (torch.uint8, (piece.bytes,)) for piece in pieces)
+    return unpacked(kinds, buffer)
 
 
 def _packed_size(pieces: Sequence[MemoryPiece]) -> int:

@@ -3,7 +3,7 @@
 import logging
 import math
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +16,7 @@ from ..format.bytes import copy_elements_
 from ..plan.claims import LocalTensor
 from ..state.collect import Content, collect
 from ..state.state import State
+from ..transfer.memory import LocalState
 from ..transfer.ranks import Ranks
 from .rendezvous import ABORT, COMMIT, Rendezvous, Transaction
 from .source import MemorySource, MoveOptions
@@ -28,7 +29,7 @@ def model_of(state: State) -> State:
     return State(model=state.model, layout=state.layout, names=state.names, convert=state.convert)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class WeightCopy:
     """A copy of this rank's part of the weights in host memory.
 
@@ -36,11 +37,13 @@ class WeightCopy:
         tensors: Tensor of each part by its name in the exchange: all boxes of the rank, one after the other.
         layout: Sharding of each tensor.
         tied: Name of the stored tensor by name of a tensor that is tied to it.
+        version: Numbers of the publisher and of the version of which the copy has all elements; None: of no version.
     """
 
     tensors: dict[str, torch.Tensor]
     layout: dict[str, Sharding]
     tied: dict[str, str]
+    version: tuple[int, int] | None = None
 
     @classmethod
     def like(cls, content: Content, dtype: torch.dtype | None) -> "WeightCopy":
@@ -80,6 +83,11 @@ class WeightCopy:
         """The copy as an argument of a move."""
         return State(model=self.tensors, layout=self.layout)
 
+    def is_like(self, other: "WeightCopy") -> bool:
+        """Return whether two copies have tensors of equal dtypes, sharded identically."""
+        dtypes, others = ({name: each.dtype for name, each in copy.tensors.items()} for copy in (self, other))
+        return dtypes == others and self.layout == other.layout
+
     @property
     def bytes(self) -> int:
         """Bytes of all tensors."""
@@ -108,13 +116,24 @@ class Update:
     budget: int
     timeout: float
 
-    def run_(self, transaction: Transaction, *, source: WeightCopy | None, target: WeightCopy | None) -> bool:
-        """Move the version, and return whether all of it has arrived everywhere. Collective over all processes.
+    def run_(
+        self,
+        transaction: Transaction,
+        *,
+        source: WeightCopy | None = None,
+        target: WeightCopy | None = None,
+        bases: Sequence[WeightCopy] = (),
+    ) -> int | None:
+        """Move the version. Collective over all processes.
 
         Args:
             transaction: This attempt.
-            source: What this process has; None in a generator.
-            target: What it fills; None in a trainer.
+            source: Weights of this process; None in a generator.
+            target: Weights that it fills; None in a trainer. If they have a version, only changed values travel.
+            bases: Versions that this process still has; a target of one of them receives changed values only.
+
+        Returns:
+            Bytes of tensors that this process has received, or None if the attempt was aborted.
 
         Raises:
             MismatchError: Source and target do not have the same tensors; on every process.
@@ -126,7 +145,7 @@ class Update:
         try:
             transaction.gather(self.size, self.timeout)
             ranks.connect()
-            self._move_(ranks, begun, source, target)
+            self._move_(ranks, begun, source, target, bases)
         except Exception as error:
             # A process ends the move without an error only after all have compared the digests of complete copies. So
             # if another process has committed, this copy is complete, too.
@@ -136,6 +155,7 @@ class Update:
             if is_mismatch and not isinstance(error, UnansweredError) and not (begun and begun[0].has_begun):
                 raise MismatchError(f"the trainer's weights do not fit the generator's: {error}") from None
             # What refers to messages must be gone before gloo closes its connections, or it would not close them.
+            received = begun[0].received if begun else 0
             begun.clear()
             last: BaseException | None = error
             while last is not None:
@@ -143,12 +163,18 @@ class Update:
                 last = last.__cause__ or last.__context__
         else:
             decision = transaction.decide(COMMIT)
+            received = begun[0].received
         finally:
             ranks.disconnect()
-        return decision == COMMIT
+        return received if decision == COMMIT else None
 
     def _move_(
-        self, ranks: Ranks, begun: list[MemorySource], source: WeightCopy | None, target: WeightCopy | None
+        self,
+        ranks: Ranks,
+        begun: list[MemorySource],
+        source: WeightCopy | None,
+        target: WeightCopy | None,
+        bases: Sequence[WeightCopy],
     ) -> None:
         """Move the values; `begun` receives the source once it exists."""
         held = State() if source is None else source.state
@@ -161,6 +187,17 @@ class Update:
             ranks, lambda _, make: make(), content, held, filled, sections=["model"], options=options
         )
         begun.append(memory)
+        # Each process of a generator tells its own base: an attempt that was aborted may have reached some of them.
+        for takers, version in ranks.distinct(None if target is None else target.version):
+            if version is None:
+                continue
+            memory.based |= set(takers)
+            for base in bases:
+                if base.version == version and source is not None and base.is_like(source):
+                    state = LocalState.of(collect(base.state).entries, memory.tensors)
+                    memory.bases.update(dict.fromkeys(takers, state))
+        if target is not None:
+            target.version = None
         dtypes = () if target is None else {each.dtype for each in target.tensors.values()}
         floating = tuple(dtype for dtype in dtypes if dtype.is_floating_point)
         apply_(Into(state=filled, strict=True, dtype=floating or None, device=None), memory, ranks)

@@ -14,6 +14,7 @@ from par_groups import Boxes, Claims, GlobalTensor, Rectangle, Sharding, interse
 
 from ..plan.claims import name_of
 from ..plan.coverage import Shape
+from .delta import encoded_bytes
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes to which the giver may cast; a request refers to them by position."""
@@ -32,6 +33,7 @@ class MemoryPiece(NamedTuple):
         size: Extent on each dim.
         dtype: Dtype of the elements on the way.
         copy: Number of the target among those of this tensor on the taker: two of its tensors may be filled from one.
+        changed: Number of elements that differ from the taker's; None: all elements travel.
     """
 
     tensor: int
@@ -39,11 +41,23 @@ class MemoryPiece(NamedTuple):
     size: Shape
     dtype: torch.dtype
     copy: int
+    changed: int | None = None
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.size)
 
     @property
     def bytes(self) -> int:
-        """Bytes of the elements on the way."""
-        return math.prod(self.size) * self.dtype.itemsize
+        """Bytes on the way."""
+        changed = self.numel if self.changed is None else self.changed
+        return encoded_bytes(self.numel, self.dtype.itemsize, changed)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all elements travel."""
+        return self.changed is None or self.bytes == self.numel * self.dtype.itemsize
 
 
 class Wanted(NamedTuple):

@@ -39,6 +39,7 @@ _HEAD = struct.Struct("<qII")
 _ROOM = 1008  # bytes of a broadcast message that are sent together with its head
 _FEW = 16  # number of distinct values up to which their ranks broadcast them one after the other
 _PATIENCE = timedelta(days=1)  # gloo's own timeout while two ranks connect; `Ranks` applies the shorter, real one
+_CLOSING = 2.0  # seconds to wait for gloo to close its connections, which takes milliseconds
 _NOTICE = timedelta(seconds=60)  # time after which a warning names ranks that have not joined a call
 
 
@@ -119,15 +120,14 @@ class Ranks:
         return ranks
 
     def disconnect(self) -> None:
-        """Close all connections, which raises an error in each process that still waits for this one. Not collective.
-
-        The communicator cannot be used any more.
-        """
+        """Close all connections for good. It raises an error in each process that still waits. Not collective."""
         # gloo closes its connections in its destructor, which never returns if a peer has died while it connected (seen
-        # with torch 2.13). So a thread drops the last reference, and may be left behind.
-        held = [self._gloo]
-        self._gloo = None
-        threading.Thread(target=held.clear, name="par-checkpoint-disconnect", daemon=True).start()
+        # with torch 2.13). So a thread drops the last reference. It gets time, because it would abort the process if
+        # the interpreter ended in the destructor.
+        held, self._gloo = [self._gloo], None
+        closing = threading.Thread(target=held.clear, name="par-checkpoint-disconnect", daemon=True)
+        closing.start()
+        closing.join(_CLOSING)
 
     def set_timeout(self, timeout: float) -> None:
         """Set the seconds that all later calls wait for a rank that does not answer."""
