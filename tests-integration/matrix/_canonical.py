@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from par_data import ShardedDataLoader
 from par_groups import Digest, LaneCounts, digest_of
-from par_layers import initialize, layer_set, parallelize
+from par_layers import RouterLosses, initialize, layer_set, parallelize
 from par_precision.exact.grid import GridHooks
 from par_precision.exact.squares import exact_squares, squares_of
 from par_precision.exact.sums import MARGIN
@@ -45,7 +45,7 @@ LAYER_LANES = LaneCounts(data=8, tensor=4, sequence=4)
 """The same, and four blocks of each sharded weight and of each sequence, also on ranks that have all of them."""
 
 PRECISIONS = ("fp32", "bf16")
-SO_FAR = ("data", "pipeline", "tensor", "sequence")
+SO_FAR = ("data", "pipeline", "tensor", "sequence", "expert")
 """Axes whose cells must run. A cell with another axis joins as soon as a strategy accepts it."""
 
 
@@ -60,13 +60,13 @@ def must_run(case: Case) -> bool:
     parallel = case.options["parallel"]
     is_exact = set(parallel).issubset(SO_FAR) and parallel.get("tensor", {"mode": "1d"})["mode"] == "1d"
     is_exact = is_exact and parallel.get("sequence", {"mode": "gather"})["mode"] == "gather"
-    has_lanes = case.model != "Packed" or "tensor" not in parallel
-    return is_exact and has_lanes and case.model != "Mixture" and not case.muon
+    one_lane = {"Packed": ("tensor",), "Mixture": ("tensor", "sequence")}.get(case.model, ())
+    return is_exact and parallel.keys().isdisjoint(one_lane) and not case.muon
 
 
 def lanes_of(case: Case) -> LaneCounts:
-    """Return the lanes of a configuration; the packed model has sizes that tensor lanes do not divide."""
-    return LaneCounts(data=8, sequence=4) if case.model == "Packed" else LAYER_LANES
+    """Return the lanes of a configuration: tensor lanes do not divide the packed model, and experts have none."""
+    return {"Packed": LaneCounts(data=8, sequence=4), "Mixture": LANES}.get(case.model, LAYER_LANES)
 
 
 def fingerprint(digest: Digest, curve: Curve) -> str:
@@ -109,6 +109,7 @@ def one_device(
     GridHooks(whole, lanes.data)
     data = ShardedDataLoader(loader(), rank=0, num_replicas=1, seed=SEED)
     data.device = torch.device(device)
+    losses = RouterLosses(whole)
     batches, curve, scale = endless(data), Curve([], []), MARGIN * 2.0 ** round(math.log2(CONTEXT * lanes.data))
     cut = cut_by_documents(layers.context)
     for _ in range(steps):
@@ -116,7 +117,8 @@ def one_device(
         for lane in reversed(range(lanes.data)):
             own = tuple(tensor[lane * BATCH // lanes.data : (lane + 1) * BATCH // lanes.data] for tensor in rows)
             mean, weight = lane_loss(whole, layers, own, model, cut)
-            (mean * torch.tensor(weight / scale, dtype=torch.float64).to(mean.dtype)).backward()
+            losses.scale = torch.tensor(weight / scale, dtype=torch.float64).to(mean.dtype)
+            (mean * losses.scale).backward()
             total += weight
         gradients = [weight.grad.float() for weight in weights.values()]
         top = max(gradient.abs().amax() for gradient in gradients).double()

@@ -28,7 +28,12 @@ SEQUENCE: dict[str, dict[str, Any]] = {
     "Ulysses2 x Ring2": {"size": 4, "mode": "2d"},
     "Ulysses2 x Gather2": {"size": 4, "mode": "2d", "outer": "gather"},
 }
-EXPERT: dict[str, Any] = {"EP2": 2, "EP2 folded": {"size": 2, "tensor": 1}, "EP4 folded": {"size": 4, "tensor": 1}}
+EXPERT: dict[str, Any] = {
+    "EP2": 2,
+    "EP4": 4,
+    "EP2 folded": {"size": 2, "tensor": 1},
+    "EP4 folded": {"size": 4, "tensor": 1},
+}
 MICROBATCHES = 4
 BUCKET = 20_000  # bytes: some chunks on each rank
 BUDGET = {"device": "4MB", "host": "100kB", "disk": "20MB", "path": "/var/tmp"}
@@ -111,7 +116,13 @@ def case(
     }
     first = [model if model != "GPT" else "", " x ".join(filter(None, axes)) or "one rank"]
     name = ", ".join(filter(None, [*first, *further]))
-    ranks = data * ranks * mode.get("size", 1) * cut.get("size", 1) * (2 if expert in ("EP2", "EP4 folded") else 1)
+    ranks = (
+        data
+        * ranks
+        * mode.get("size", 1)
+        * cut.get("size", 1)
+        * {"EP2": 2, "EP4 folded": 2, "EP4": 4}.get(expert or "", 1)
+    )
     return Case(name=name, ranks=ranks, options=options, tied=tied, model=model, muon=muon)
 
 

@@ -21,6 +21,7 @@ COVER = [
     (case(pipeline="1f1b", tensor="SP2", model="Llama"), "fp32"),
     (case(sequence="Gather2"), "fp32"),
     (case(sequence="Gather2", model="Llama"), "bf16"),
+    (case(expert="EP2", zero=3, model="Mixture"), "fp32"),
 ]
 FURTHER = [
     *(case(4, zero=stage) for stage in (0, 3)),
@@ -31,6 +32,7 @@ FURTHER = [
     *(case(2, zero=2, model="Packed"), case(pipeline="zb_h1", model="Packed")),
     *(case(model="Llama"), case(2, zero=3, model="Llama"), case(pipeline="zb_h1", model="Llama")),
     *(case(tensor=name, model="Llama") for name in ("TP4", "SP4")),
+    *(case(expert=name, zero=zero, model="Mixture") for name in ("EP2", "EP4") for zero in (0, 2)),
     *(case(tied=True, model="Llama"), case(pipeline="zb_v", tied=True, model="Llama")),
 ]
 """Configurations that need no row with tolerances, because others have the same sums in the same order."""

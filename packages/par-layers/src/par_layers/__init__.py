@@ -33,7 +33,8 @@ from .layers.dropout import active_dropouts
 from .layers.parameter import constant, normal, uniform
 from .layers.partial_gradients import PartialGradientReducer
 from .models.compare import PlanComparison, verify_plan
-from .models.packed.balance import sync_aux_loss_
+from .models.lanes.plan import deals_packed_experts
+from .models.packed.balance import losses_over_ranks, sync_aux_loss_
 from .models.packed.found import expert_modules
 from .models.packed.pack import PackedExperts, pack_experts_
 from .models.parallel import Parallelization, parallelization_of
@@ -117,6 +118,7 @@ __all__ = [
     "constant",
     "context_attention",
     "copy_to",
+    "deals_packed_experts",
     "exchange",
     "expert_modules",
     "fill_shard_",
@@ -127,6 +129,7 @@ __all__ = [
     "initialize_transformers_",
     "layer_cost",
     "layer_set",
+    "losses_over_ranks",
     "moe_cost",
     "normal",
     "num_gather_parts",

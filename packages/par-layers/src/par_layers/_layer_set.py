@@ -86,6 +86,8 @@ def layer_set(
         rules = rules_in_lanes(mode, grid, given, lanes)
     else:
         rules = rules_of(mode, grid, given)
+    if lanes is not None:
+        rules = replace(rules, experts_in_lanes=True)
     if groups is not None:
         unknown = [axis for axis in ("sequence", "expert") if _is_unknown(axis, groups.topology, rules)]
         if "expert" in unknown and EXPERTS not in groups.topology.views:
@@ -344,6 +346,11 @@ class LayerSet(LayerSetOperations):
                 "experts have no products in lanes so far; use one tensor and one sequence lane with "
                 "numerics='canonical'"
             )
+        if self.rules.experts_in_lanes and capacity_factor is not None:
+            raise ValueError(
+                f"capacity_factor={capacity_factor} with numerics='canonical': the longest lane of all expert ranks "
+                "sets the capacity, so that it depends on the topology; pass capacity_factor=None"
+            )
         made = make_moe(
             hidden_size,
             intermediate_size,
@@ -359,6 +366,7 @@ class LayerSet(LayerSetOperations):
             residual=self.rules.residual,
             axes=self.rules.inner.features,
             grid=self.grid,
+            in_lanes=self.rules.experts_in_lanes,
         )
         return self._made(made, self.rules.residual, self.rules.residual)
 

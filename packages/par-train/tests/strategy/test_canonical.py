@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from par_groups import digest_of, on_grid
 from par_precision import ExactSums
@@ -146,24 +146,6 @@ def test_every_schedule_has_the_bits_of_one_device():
 @pytest.mark.parametrize("more", [{"precision": "bf16"}, {"recompute": "layers"}], ids=str)
 def test_topologies_have_one_digest_with(more):
     found = {str(digest(*cell, **more)[0]) for cell in [({}, 0), ({}, 3), ({"pipeline": 2}, 0, "zb_h1")]}
-    assert len(found) == 1
-
-
-@pytest.mark.storm
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_mixture_of_experts_has_one_digest_on_data_and_pipeline_ranks(precision):
-    """Every rank has all experts: a lane routes its own tokens, in the same shapes on every topology."""
-    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
-    found = set()
-    for cell in [({}, 0), ({}, 2), ({}, 3), ({"pipeline": 2}, 1, "1f1b"), ({"pipeline": 2}, 0, "zb_h1")]:
-        with Strategy(**options_of(*cell, precision=precision)) as strategy:
-            torch.manual_seed(0)
-            config = Qwen3MoeConfig(**sizes, **experts, num_key_value_heads=2, head_dim=8, intermediate_size=64)
-            model, optimizer, lrs = start(strategy, Qwen3MoeForCausalLM(config).train())
-            train(strategy, model, optimizer, lrs, range(STEPS))
-            found.add(str(strategy.digest(model)))
     assert len(found) == 1
 
 
@@ -323,10 +305,6 @@ def test_lanes_layers_and_steps_drop_different_elements():
         (
             {"numerics": "canonical", "lanes": 4, "parallel": {"sequence": 2}},
             "sequence=1 must be a power of two times the 2 sequence ranks",
-        ),
-        (
-            {"numerics": "canonical", "lanes": 4, "parallel": {"expert": 2}},
-            "experts have no exact sums so far; use expert=1",
         ),
         ({"numerics": "canonical", "lanes": {"data": 4, "tensors": 2}}, "unexpected keyword argument 'tensors'"),
         (

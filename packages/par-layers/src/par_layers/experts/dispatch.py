@@ -34,6 +34,8 @@ class TokenDispatcher:
             it are dropped, those with the smallest gates first. Then all splits are equal: ranks exchange no counts,
             and the host does not synchronize with an accelerator, where all ranks must have the same number of tokens.
             On CPUs the highest number of tokens counts. None drops nothing.
+        by_source: Whether handles count the rows of each expert from each rank, int64 [E / p, p] in place of [E / p].
+            The rows of an expert are sorted by rank.
 
     Raises:
         ValueError: The experts do not divide by the ranks, or the capacity factor is not positive.
@@ -46,9 +48,15 @@ class TokenDispatcher:
     """
 
     def __init__(
-        self, num_experts: int, group: dist.ProcessGroup | None, *, capacity_factor: float | None = None
+        self,
+        num_experts: int,
+        group: dist.ProcessGroup | None,
+        *,
+        capacity_factor: float | None = None,
+        by_source: bool = False,
     ) -> None:
         self.num_experts, self.capacity_factor = num_experts, capacity_factor
+        self._by_source = by_source
         self.ranks = 1 if group is None else group.size()
         self.group = None if self.ranks == 1 else group
         self._most = 1  # on CPUs, the highest number of tokens of any rank in the last dispatch; the same on all ranks
@@ -184,7 +192,7 @@ class TokenDispatcher:
         """Return the route of a dispatch without a capacity, and begin the exchange of counts."""
         order, counts = sorted_by_expert(ids, self.num_experts)
         if self.group is not None:
-            settle = exchange_counts(counts.view(self.ranks, -1), self.group)
+            settle = exchange_counts(counts.view(self.ranks, -1), self.group, by_source=self._by_source)
         else:
             if ids.device.type != "cpu":
                 assert_async(counts[0] >= 0, out_of_range([], self.num_experts))

@@ -276,22 +276,6 @@ class _Computation:
         """Whether weight gradients are deferred, so that their inputs must stay alive."""
         return self.up_hook is not None or self.down_hook is not None
 
-    def middle(self, wide: Tensor, gates: Tensor, of_act: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Recompute the step between the matmuls, and differentiate it.
-
-        Args:
-            wide: Result of the first matmul, [R, n].
-            gates: Gates, [R].
-            of_act: Gradient of the second matmul's input, [R, f]. It is overwritten.
-
-        Returns:
-            The second matmul's input, [R, f]; the gradient of the gates, [R]; and the gradient of `wide`, [R, n].
-        """
-        act, pull = self.activation.again(wide)
-        of_gates = (of_act * act).sum(1, dtype=gates.dtype)
-        column = gates.unsqueeze(1)
-        return act.mul_(column), of_gates, pull(of_act.mul_(column))
-
     def weight_gradient(
         self, hook: WeightGradHook | None, weight: Tensor, left: Tensor, right: Tensor
     ) -> Tensor | None:
@@ -354,7 +338,7 @@ class _ExpertsFunction(torch.autograd.Function):
             # The gate multiplies before the second matmul, so its gradient needs the activation and not the output,
             # which is not saved.
             of_act = product(gradient, down.transpose(1, 2), segments)
-            act, of_gates, of_wide = call.middle(wide, gates, of_act)
+            act, of_gates, of_wide = call.activation.middle(wide, gates, of_act)
             of_rows = product(of_wide, up.transpose(1, 2), segments) if ctx.needs_input_grad[0] else None
             of_up = call.weight_gradient(call.up_hook, up, of_wide, rows) if ctx.needs_input_grad[3] else None
             of_down = call.weight_gradient(call.down_hook, down, gradient, act) if ctx.needs_input_grad[4] else None
@@ -396,7 +380,7 @@ def _one_by_one(
         mine = slice(start, start + size)
         start += size
         row, outer = rows[mine], gradient[mine]
-        act, of_gates[mine], of_wide = call.middle(wide[mine], gates[mine], outer @ down[expert])
+        act, of_gates[mine], of_wide = call.activation.middle(wide[mine], gates[mine], outer @ down[expert])
         if of_rows is not None:
             torch.mm(of_wide, up[expert], out=of_rows[mine])
         if of_up is not None:

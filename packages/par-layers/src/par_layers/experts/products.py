@@ -285,6 +285,22 @@ class Activation:
             y = self.forward(leaf)
         return y.detach().clone(), lambda gradient: torch.autograd.grad(y, leaf, gradient)[0]
 
+    def middle(self, wide: Tensor, gates: Tensor, of_act: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Recompute the step between the matmuls of experts, and differentiate it.
+
+        Args:
+            wide: Result of the first matmul, [R, n].
+            gates: Gates, [R].
+            of_act: Gradient of the second matmul's input, [R, f]. It is overwritten.
+
+        Returns:
+            The second matmul's input, [R, f]; the gradient of the gates, [R]; and the gradient of `wide`, [R, n].
+        """
+        act, pull = self.again(wide)
+        of_gates = (of_act * act).sum(1, dtype=gates.dtype)
+        column = gates.unsqueeze(1)
+        return act.mul_(column), of_gates, pull(of_act.mul_(column))
+
 
 class _Activated(torch.autograd.Function):
     """An activation with a backward of its own."""

@@ -73,7 +73,7 @@ class Splits:
         sizes: Number of rows that this rank sends to each rank.
         expected: Number of rows that this rank receives from each rank.
         received: Sum of `expected`.
-        counts: Number of rows of each expert of this rank, int64 [E / p].
+        counts: Number of rows of each expert of this rank, int64 [E / p]; or from each rank, [E / p, p].
         to_experts: Permutation from the order of arrival to the order of experts, int64; None if both are the same.
         to_sources: Inverse permutation.
     """
@@ -86,13 +86,14 @@ class Splits:
     to_sources: Tensor | None = None
 
 
-def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Callable[[], Splits]:
+def exchange_counts(counts: Tensor, group: dist.ProcessGroup, *, by_source: bool) -> Callable[[], Splits]:
     """Begin to exchange the number of rows that each rank sends to each expert.
 
     Args:
         counts: Number of this rank's rows for each expert, int64 [p, E / p]. All are negative if this rank has ids out
             of range, so that the other ranks learn of the error without another collective.
         group: Process group of the exchange.
+        by_source: Whether the splits count the rows of each expert from each rank.
 
     Returns:
         Function that waits and returns the splits. It raises ValueError on all ranks if one has ids out of range.
@@ -109,13 +110,14 @@ def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Callable[[], Sp
         if wrong:
             raise ValueError(out_of_range([dist.get_global_rank(group, rank) for rank in wrong], experts))
         expected = [sum(row) for row in arriving_rows]
+        of_experts = zip(*arriving_rows, strict=True)
         total = sum(expected)
         to_experts = by_expert(arriving, total)
         return Splits(
             [sum(row) for row in leaving_rows],
             expected,
             total,
-            torch.tensor([sum(column) for column in zip(*arriving_rows, strict=True)], device="cpu"),
+            torch.tensor([column if by_source else sum(column) for column in of_experts], device="cpu"),
             to_experts,
             None if to_experts is None else inverse(to_experts),
         )

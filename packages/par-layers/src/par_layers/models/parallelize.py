@@ -112,7 +112,8 @@ def parallelize(
             check_prompts(model)
             check_whole(inner)
             in_parts = layers.rules.lanes.in_layers
-            found = survey(inner, plan, grid, sequence=bool(layers.rules.residual.sequence), shares_inputs=not in_parts)
+            ways = {"shares_inputs": not in_parts, "experts_in_lanes": layers.rules.experts_in_lanes}
+            found = survey(inner, plan, grid, sequence=bool(layers.rules.residual.sequence), **ways)
             if in_parts:
                 found = in_lanes(found, dict(inner.named_modules(remove_duplicate=False)), layers.rules.lanes)
             digest = _digest(inner, found, logits)
@@ -212,7 +213,7 @@ def _again(model: nn.Module, before: Parallelization, layers: LayerSet, plan: st
             raise ValueError(
                 f"parameter {name!r} was added after this model was sharded; make a new model with it, and shard that"
             )
-    if resolve(model, plan, experts=deals_experts(layers.grid)).rules != before.plan:
+    if resolve(model, plan, experts=deals_experts(layers.grid) or layers.rules.experts_in_lanes).rules != before.plan:
         raise ValueError("this model was cut by another plan, which parallelization_of(model).plan has; make it anew")
     return before.digest
 

@@ -20,7 +20,7 @@ def share_of_experts(model: nn.Module, groups: ProcessGroups) -> list[DataParall
         groups: The groups of ranks along each axis.
 
     Returns:
-        A list of one share. Its gradients are divided by the number of all data ranks, as other gradients are, since
+        A list of one share. `shard` divides its gradients by the number of all data ranks, as other gradients, since
         each of them has routed tokens to the experts. An empty list if all data ranks hold the same experts.
     """
     topology, axes, averaged = groups.topology, EXPERT_COPIES, averaged_axes(groups.topology)
@@ -35,7 +35,7 @@ def share_of_experts(model: nn.Module, groups: ProcessGroups) -> list[DataParall
         # A norm of all experts' outputs is replicated over all data ranks, each of which has outputs of its experts.
         and all(near <= set(box.copies) and not every <= set(box.copies) for box in sharding_of(parameter).boxes)
     ]
-    return [DataParallelGroup(groups[axes], divisor=groups.size(averaged), parameters=dealt)] if dealt else []
+    return [DataParallelGroup(groups[axes], parameters=dealt)] if dealt else []
 
 
 def has_experts(model: nn.Module) -> bool:

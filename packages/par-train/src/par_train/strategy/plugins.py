@@ -73,15 +73,16 @@ class TensorPlugin(Plugin):
 
     def setup_model(self, model: nn.Module, optimizer: Optimizer | None, strategy: Setup) -> nn.Module:
         """Shard the model in place. Parameters stay the same objects. A sharded model does not change."""
-        in_lanes = strategy.layers.rules.lanes.in_layers
-        if strategy.groups.size("tensor") == 1 and not strategy.deals_experts and not in_lanes:
+        if strategy.groups.size("tensor") == 1 and not strategy.deals_experts and strategy.options.lanes is None:
             return model
         for each in model.children() if isinstance(model, nn.ModuleList) else [model]:
             plan = strategy.plans.get(each)
             if plan is None and pretrained_of(each) is None:
                 continue
-            if not isinstance(each, PipelineStages):  # the code that made them has sharded the model
-                parallelize(each, strategy.layers, "auto" if plan is None else plan)
+            plan = "auto" if plan is None else plan
+            # The code that made stages has sharded their model.
+            if not isinstance(each, PipelineStages) and strategy.parallelizes(each, plan):
+                parallelize(each, strategy.layers, plan)
         if optimizer is not None:
             shard_state_(optimizer, model)
         if optimizer is not None and not any(isinstance(plugin, ZeroPlugin) for plugin in strategy.plugins):

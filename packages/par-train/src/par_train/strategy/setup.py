@@ -27,7 +27,7 @@ from par_groups import (
     launch,
     replica_axes,
 )
-from par_layers import Context, LayerSet, layer_set
+from par_layers import Context, LayerSet, deals_packed_experts, layer_set
 from par_pipeline import Schedule, schedule
 from par_plan import ModelSizes, TrainingJob, model_sizes
 from par_precision import precision_of
@@ -130,6 +130,17 @@ class Setup:
     def deals_experts(self) -> bool:
         """Whether experts are distributed over ranks: the topology then has a view "experts"."""
         return EXPERTS in self.groups.topology.views
+
+    def parallelizes(self, model: nn.Module, plan: str | Mapping[str, Any]) -> bool:
+        """Return whether an existing model is sharded, or computes in lanes, so that `parallelize` converts it.
+
+        Args:
+            model: The unsharded model.
+            plan: Rules by pattern, or "auto".
+        """
+        if self.groups.size("tensor") > 1 or self.deals_experts or self.layers.rules.lanes.in_layers:
+            return True
+        return self.layers.rules.experts_in_lanes and deals_packed_experts(model, plan)
 
     def private_group(self, axes: Axes) -> dist.ProcessGroup | None:
         """Make another communicator over `axes` that nothing else uses and that ends with the strategy. Collective.
@@ -268,11 +279,6 @@ def _check_lanes(topology: Topology, lanes: LaneCounts | None) -> None:
     """
     if lanes is None:
         return
-    if topology.size("expert") > 1:
-        raise ValueError(
-            f"parallel={{'expert': {topology.size('expert')}}} with numerics='canonical': experts have no exact sums "
-            "so far; use expert=1"
-        )
     lanes.check(topology)
 
 

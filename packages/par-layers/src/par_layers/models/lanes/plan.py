@@ -7,7 +7,9 @@ from torch import nn
 from par_groups import LaneCounts
 
 from ...modes.lanes import check_head, check_lanes
-from ..plans.styles import ColumnParallel, EmbeddingParallel, PartialGradient, Replicated, RowParallel
+from ..adapters import base_model
+from ..plans.plans import Plan, resolve
+from ..plans.styles import ColumnParallel, EmbeddingParallel, ExpertParallel, PartialGradient, Replicated, RowParallel
 from ..survey.kinds import features_of, is_conv1d, is_norm, parent
 from ..survey.survey import RegionPlan, Survey
 
@@ -56,6 +58,19 @@ def in_lanes(found: Survey, modules: dict[str, nn.Module], lanes: LaneCounts) ->
         _check_sums_over_tokens(found, modules)
     regions = {name: replace(region, closed=False) for name, region in found.regions.items()}
     return replace(found, regions=regions)
+
+
+def deals_packed_experts(model: nn.Module, plan: str | Plan = "auto") -> bool:
+    """Return whether a plan distributes packed experts of a model, if the topology says over which ranks.
+
+    Args:
+        model: A model that is not sharded yet.
+        plan: Rules by pattern, or "auto".
+    """
+    inner = base_model(model)
+    if isinstance(plan, str) and not getattr(inner, "ep_plan", None):
+        return False
+    return any(isinstance(style, ExpertParallel) for style in resolve(inner, plan, experts=True).rules.values())
 
 
 def _check_sums_over_tokens(found: Survey, modules: dict[str, nn.Module]) -> None:

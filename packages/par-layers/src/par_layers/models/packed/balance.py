@@ -9,6 +9,9 @@ from torch import Tensor, nn
 
 from par_groups import ProcessGroups
 
+from ...experts.balance import LoadBalancing
+from ...experts.router import Router
+
 M = TypeVar("M", bound=nn.Module)
 
 _AXES = ("data", "sequence", "expert")
@@ -116,6 +119,22 @@ class _GlobalAuxLoss:
             dist.all_reduce(everywhere, group=group)
         shares = everywhere[:-1] / everywhere[-1].clamp(min=1.0)
         return experts * (shares.to(scores) * scores).sum() / tokens.clamp(min=1.0)
+
+
+def losses_over_ranks(model: nn.Module) -> list[str]:
+    """Return the names of modules with a load-balancing loss of tokens of all ranks, or of earlier microbatches.
+
+    Args:
+        model: Any module.
+    """
+    found = []
+    for name, module in model.named_modules():
+        owners = [getattr(hook, "__self__", None) for hook in module._forward_hooks.values()]
+        balance = module.balance if isinstance(module, Router) else LoadBalancing()
+        of_step = balance.aux_loss_coef > 0.0 and balance.scope == "step"
+        if of_step or any(isinstance(owner, _GlobalAuxLoss) for owner in owners):
+            found.append(name)
+    return found
 
 
 def _factor_of(module: nn.Module) -> float | None:

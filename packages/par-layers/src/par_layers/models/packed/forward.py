@@ -5,10 +5,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from par_groups import attributes
+
 from ..._collectives import copy_to, reduce_from
 from ...experts.dispatch import TokenDispatcher
 from ...experts.entrance import cut_rows, join_rows
 from ...experts.experts import Experts
+from ...experts.lanes import LaneExperts
 from ...experts.replay import in_backward
 from ...modes.grid import Axes, Grid
 from .routed import RoutedForward
@@ -51,7 +54,7 @@ class DealtForward:
         groups = self.grid.groups
         is_dealt = groups is not None and self.grid.size(("expert_parallel",)) > 1
         channel = groups.channels("expert_parallel", 1)[0] if groups is not None and is_dealt else None
-        return TokenDispatcher(self.experts.num_experts, channel)
+        return TokenDispatcher(self.experts.num_experts, channel, by_source=isinstance(self.experts, LaneExperts))
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Run packed experts with the arguments of transformers' experts. Collective, also for a rank without tokens.
@@ -114,3 +117,4 @@ def deal_(dealt: DealtForward) -> None:
     experts.__dict__["_parameters"] = module._parameters
     module.__dict__["weight_grad_hook"] = None
     module.__dict__["forward"] = dealt
+    attributes.EXACT_GRADIENTS.set(module, isinstance(experts, LaneExperts))

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...experts.experts import Experts
+from ...experts.lanes import LaneExperts
 from ...experts.products import Activation
 from ...experts.selection import ExpertConfig
 from ...modes.grid import Grid
@@ -15,13 +16,14 @@ FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_e
 """Attributes by which Hugging Face Transformers describes a module of packed experts."""
 
 
-def experts_like(module: nn.Module, grid: Grid, name: str) -> Experts:
+def experts_like(module: nn.Module, grid: Grid, name: str, *, in_lanes: bool = False) -> Experts:
     """Return `Experts` equivalent to a module's packed experts, with this rank's shapes on the meta device.
 
     Args:
         module: Packed experts of Transformers 5: all experts, or this rank's experts after sharding.
         grid: This rank's coordinates, in the view "experts".
         name: Name of the module, for messages.
+        in_lanes: Whether they compute the rows of each lane alone.
 
     Raises:
         TypeError: The module has no packed experts of Transformers 5.
@@ -52,10 +54,15 @@ def experts_like(module: nn.Module, grid: Grid, name: str) -> Experts:
             f"{name!r} has a norm after each expert, which needs full outputs: an expert cannot be sharded over "
             f"{grid.size(('expert_tensor',))} ranks; use expert=dict(size=..., tensor=1)"
         )
+    if in_lanes and inside.has_post_expert_norm and grid.size(("expert_parallel",)) > 1:
+        raise ValueError(
+            f"{name!r} has a norm after each expert, whose gradient is a sum over the rows of several lanes; use "
+            "expert=1 with numerics='canonical'"
+        )
     experts, *features = getattr(inside, first).shape
     hidden, wide = features if inside.is_transposed else reversed(features)
     try:
-        return Experts(
+        return (LaneExperts if in_lanes else Experts)(
             experts,
             hidden,
             wide // 2 if inside.has_gate else wide,

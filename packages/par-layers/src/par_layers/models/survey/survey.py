@@ -143,7 +143,15 @@ def survey_planned(model: nn.Module, topology: Topology, rank: int, plan: str | 
     return survey(model, plan, PlannedGrid(topology, rank), sequence=bool(options.get("sequence_parallel", False)))
 
 
-def survey(model: nn.Module, plan: str | Plan, grid: Grid, *, sequence: bool, shares_inputs: bool = True) -> Survey:
+def survey(
+    model: nn.Module,
+    plan: str | Plan,
+    grid: Grid,
+    *,
+    sequence: bool,
+    shares_inputs: bool = True,
+    experts_in_lanes: bool = False,
+) -> Survey:
     """Return the effect of a plan on a model.
 
     Args:
@@ -152,15 +160,17 @@ def survey(model: nn.Module, plan: str | Plan, grid: Grid, *, sequence: bool, sh
         grid: This rank's coordinates.
         sequence: Whether activations between the layers are split along the sequence.
         shares_inputs: Whether the Columns of a region share one sum of their input gradients.
+        experts_in_lanes: Whether experts compute the rows of each lane alone, also on one rank.
 
     Raises:
         ValueError: A rule is wrong, or a size does not divide.
         TypeError: The model has no plan, a rule does not fit its module, or the sequence cannot be split.
     """
-    resolved = resolve(model, plan, experts=deals_experts(grid))
+    resolved = resolve(model, plan, experts=deals_experts(grid) or experts_in_lanes)
     if isinstance(plan, str) and tensor_axes(grid):
         warn_if_layers_stay_full(model, resolved)
-    return _Surveyor(model, resolved, grid, sequence=sequence, shares_inputs=shares_inputs).survey()
+    more = {"shares_inputs": shares_inputs, "experts_in_lanes": experts_in_lanes}
+    return _Surveyor(model, resolved, grid, sequence=sequence, **more).survey()
 
 
 class _Surveyor:
@@ -172,10 +182,18 @@ class _Surveyor:
         grid: This rank's coordinates.
         sequence: Whether activations between the layers are split along the sequence.
         shares_inputs: Whether the Columns of a region share one sum of their input gradients.
+        experts_in_lanes: Whether experts compute the rows of each lane alone.
     """
 
     def __init__(
-        self, model: nn.Module, resolved: Resolved, grid: Grid, *, sequence: bool, shares_inputs: bool = True
+        self,
+        model: nn.Module,
+        resolved: Resolved,
+        grid: Grid,
+        *,
+        sequence: bool,
+        shares_inputs: bool = True,
+        experts_in_lanes: bool = False,
     ) -> None:
         self.model, self.rules, self.resolved = model, dict(resolved.rules), resolved
         self.grid, self.axes, self.sequence = grid, tensor_axes(grid), sequence
@@ -184,7 +202,7 @@ class _Surveyor:
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.wrappers = wrappers_of(self.modules, self.rules)
         self.experts = {
-            name: experts_like(self.modules[name], grid.seen_as(EXPERTS), name)
+            name: experts_like(self.modules[name], grid.seen_as(EXPERTS), name, in_lanes=experts_in_lanes)
             for name, style in self.rules.items()
             if name in self.modules and (isinstance(style, ExpertParallel) or self._is_like_dealt(name, style))
         }

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from par_groups import ProcessGroups, is_compiled, segments_of, sharding_of
-from par_layers import active_dropouts, unstable_kernels
+from par_groups import ProcessGroups, attributes, is_compiled, segments_of, sharding_of
+from par_layers import active_dropouts, expert_modules, losses_over_ranks, unstable_kernels
 from par_pipeline import PipelineStages
 from par_precision import ExactSums
 
@@ -140,6 +140,7 @@ def _check(model: nn.Module, strategy: Setup) -> None:
                 f"{name!r} is a {type(module).__name__}, whose running statistics depend on the order of lanes; "
                 "canonical numerics need a norm of single rows, such as LayerNorm or GroupNorm"
             )
+    _check_experts(model, strategy)
     for name, rate in active_dropouts(model, by_rank=lanes.in_layers).items():
         if lanes.in_layers:
             raise ValueError(
@@ -177,3 +178,23 @@ def _check(model: nn.Module, strategy: Setup) -> None:
             f"the gradient of {name!r} is a sum over tensor ranks, and is offloaded before they have summed it; remove "
             "memory and zero's offload, or use numerics='ordinary'"
         )
+
+
+def _check_experts(model: nn.Module, strategy: Setup) -> None:
+    """Check that a lane's experts compute only with its own rows.
+
+    Raises:
+        ValueError: A loss of a router, or a matmul of experts, has rows of several lanes.
+    """
+    for name in losses_over_ranks(model):
+        raise ValueError(
+            f"{name or 'the model'!r} has a load-balancing loss of the tokens of all ranks, but each lane has a loss "
+            "of its own; use LoadBalancing(scope='sequence') or 'microbatch', and no sync_aux_loss_, with "
+            "numerics='canonical'"
+        )
+    for name, module in expert_modules(model).items() if strategy.deals_experts else ():
+        if not attributes.EXACT_GRADIENTS.of(module):
+            raise ValueError(
+                f"{name!r}, a {type(module).__name__}, multiplies the rows of all lanes together; make experts with "
+                "Strategy.layers.MoE, or pass a plan in which they have the rule 'ep_dispatch_experts'"
+            )

@@ -54,7 +54,7 @@ def make_part(
             inject_adapters_(model, adapter)
         check_pretrained(model, context, tensor_ranks=tensor_ranks, trained=False)
         attend_over_(model, context)
-    if tensor_ranks > 1 or strategy.deals_experts or strategy.layers.rules.lanes.in_layers:
+    if strategy.parallelizes(model, plan):
         parallelize(model, strategy.layers, plan)
     part: nn.Module = model
     if schedule is not None:
