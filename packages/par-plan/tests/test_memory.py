@@ -39,8 +39,8 @@ def test_the_zero_papers_figure_comes_out():
 
 def test_gradients_that_accumulate_are_whole():
     at_once, later = (state_memory(replicas(3, 4, accumulates=one), NUMBER_WIDTHS["bf16"]) for one in (False, True))
-    assert at_once.buffers == (2 * 100 / 4 + 2 * 100 + 300) * 2  # received, whole gradients, gathered parameters
-    assert later.buffers == (2 * 100 / 4 + 1000 + 1000) * 2
+    assert at_once.buffers == (2 * 100 + 300) * 2  # whole gradients, gathered parameters
+    assert later.buffers == (1000 + 1000) * 2
 
 
 def test_fp32_gradients_take_room_when_activations_are_gone():

@@ -6,7 +6,7 @@ data, so a choice fits exactly, and data that `shard` rejects would not have fit
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -24,6 +24,7 @@ from .layout.meter import BUFFERS, GRADIENTS
 from .layout.packing import ALIGNMENT, ChunkLayout
 from .layout.plan import ChunkPlan, ModelPlan
 from .layout.sizes import plan_module
+from .offload.link import pinned_size
 from .offload.pieces import PAGE, pages
 from .offload.plan import ChunkTiers, UpdatedSlices, assign_tiers, slots_by_group, unit_bytes, updated_slices
 from .optimizer.probe import state_counter_bytes
@@ -107,7 +108,8 @@ class PeakMemory:
         for plan, tiers in chunks:
             home, in_use = tiers.home, plan.dtype_in_use
             own = _elements(plan, sharded=stage.shards_parameters) * in_use.itemsize
-            found[home.parameters]["parameters"] += pages(own) if home.parameters == "disk" else own
+            size_in = {"device": int, "host": int if on_cpu else pinned_size, "disk": pages}
+            found[home.parameters]["parameters"] += size_in[home.parameters](own)
             if tiers.pieces is None:
                 continue
             stepped = sum(part.stop - part.start for part in tiers.pieces)
@@ -120,13 +122,21 @@ class PeakMemory:
                 sums = _elements(plan, sharded=stage.shards_gradients) * reduced.itemsize
                 stays = away < stepped or not stage.shards_gradients
                 found[home.gradients][GRADIENTS] += sums * stays + (stepped - away) * cast
-                found["host"][GRADIENTS] += away * reduced.itemsize
+                found["host"][GRADIENTS] += sum(
+                    pinned_size((part.stop - part.start) * reduced.itemsize)
+                    for part in tiers.pieces
+                    if part.in_pieces and not on_cpu
+                )
             for part in tiers.pieces:
                 if part.tier != "disk":
-                    size = sum(dtype.itemsize for dtype in self._slots[part.group, plan.dtype, plan.kept].values())
-                    is_copied = part.tier == "host" and home.parameters == "device" and in_use == plan.dtype
-                    size += plan.dtype.itemsize * (is_copied and not on_cpu)
-                    found[part.tier]["optimizer"] += (part.stop - part.start) * size
+                    count, slots = part.stop - part.start, self._slots[part.group, plan.dtype, plan.kept]
+                    found[part.tier]["optimizer"] += count * sum(dtype.itemsize for dtype in slots.values())
+                    if part.tier == "host" and not on_cpu:
+                        # The copy that the host steps is pinned. In another dtype it is one of the slots.
+                        copy = count * plan.dtype.itemsize
+                        is_slot = in_use != plan.dtype
+                        pinned = pinned_size(copy) if is_slot or home.parameters == "device" else 0
+                        found["host"]["optimizer"] += pinned - copy * is_slot
                 found["device"]["optimizer"] += self._counter_bytes[part.group, plan.dtype, plan.kept]
             if in_use != plan.dtype and not away:  # master copies include the chunk's padding
                 padding = _elements(plan, sharded=stage.shards_state) - stepped
@@ -149,7 +159,7 @@ class PeakMemory:
 
     def _staging_buffers(self, chunks: Sequence[tuple[ChunkPlan, ChunkTiers]], ahead: int) -> int:
         """Return the bytes of staging buffers in host memory."""
-        pieces, gradients, shards = [], [], dict[int, int]()
+        pieces, gradients, shards, rounded = [], [], dict[int, int](), []
         for plan, tiers in chunks:
             on_disk = tiers.home.parameters == "disk"
             itemsize = plan.dtype_in_use.itemsize
@@ -161,7 +171,11 @@ class PeakMemory:
             for part, block in zip(parts, tiers.blocks, strict=True):
                 own = pages(PAGE + (part.stop - part.start) * itemsize) if on_disk else 0
                 pieces.append(block.stop - block.start + own)
-        ring = max(pieces, default=0) * min(ahead, len(pieces))
+                # A link copies to the device from pinned memory in the dtype in use. Other values pass a buffer there.
+                is_pinned = part.tier == "host" and plan.dtype_in_use == plan.dtype
+                if not self._model.is_on_cpu and tiers.home.parameters == "device" and not is_pinned:
+                    rounded.append((part.stop - part.start) * itemsize)
+        ring = max(pieces, default=0) * min(ahead, len(pieces)) + max(rounded, default=0) * min(ahead, len(rounded))
         # Two units: a wrong prefetch may be in a buffer while the right shard is read into another.
         return ring + _largest(gradients, 2) + _largest(list(shards.values()), 2)
 
@@ -316,13 +330,16 @@ def fit_to_budgets(model: ModelPlan, offload: Offload, sharers: Sequence[dist.Pr
         found, budget = with_ends(ends), offload.budgets[tier]
         return all(sum(each[tier].values()) <= budget for each in counted(found))
 
-    found = with_ends(_tier_ends(offload, autos, fits))
+    # An accelerator fetches parameters from its host only.
+    host_only = () if model.is_on_cpu else ("parameters",)
+    found = with_ends(_tier_ends(offload, autos, fits, host_only))
     _check(offload, counted(found))
     if not model.stage.shards_parameters or "device" not in offload.budgets:
         return found
     found = replace(found, budget={"device": offload.budgets["device"]})
-    if offload.auto and offload.other is None and model.is_on_cpu:
-        # Units may stay gathered in memory that is left, so they must leave memory for buffers as well.
+    if offload.auto and offload.other is None:
+        # Units may stay gathered in memory that is left, so they must leave memory for buffers as well. An allocator's
+        # count would include activations, for which "auto" has left no memory.
         other = model.unpacked + memories[layouts].passing(updated, found)
         found = replace(found, other=lambda: other)
     return found
@@ -376,7 +393,7 @@ def _auto_options(
 
 
 def _tier_ends(
-    offload: Offload, autos: Mapping[str, AutoOption], fits: Callable[[str, TierEnds], bool]
+    offload: Offload, autos: Mapping[str, AutoOption], fits: Callable[[str, TierEnds], bool], host_only: Container[str]
 ) -> dict[str, tuple[int, int]]:
     """Return where the parts of each option end, so that the nearest tiers get as much as fits.
 
@@ -384,12 +401,13 @@ def _tier_ends(
         offload: The budgets.
         autos: The "auto" options, in the order in which their data is offloaded.
         fits: Returns whether a tier's data is within its budget.
+        host_only: Options whose data no disk can store.
     """
     has_host, has_disk = (bool(offload.budgets.get(tier)) for tier in ("host", "disk"))
     ends = {name: (auto.last, auto.last) for name, auto in autos.items()}
 
     def with_device_end(name: str, near: int) -> dict[str, tuple[int, int]]:
-        return {**ends, name: (near, near if has_disk else autos[name].last)}
+        return {**ends, name: (near, near if has_disk and name not in host_only else autos[name].last)}
 
     def fits_device(name: str, near: int) -> bool:
         return fits("device", with_device_end(name, near))
@@ -407,6 +425,8 @@ def _tier_ends(
     if fits("host", on_host):  # first, because without data on the disk the host needs no staging buffers
         return on_host
     for name, (near, _) in ends.items():
+        if name in host_only:
+            continue
         ends[name] = near, _last_that_fits(range(near, autos[name].last + 1), partial(fits_host, name))
     return ends
 

@@ -205,7 +205,7 @@ def reduce_scatter(
         group: N ranks.
         scale: Factor of each element before it is added, such as 1 / N for a mean: an unscaled sum of 16-bit numbers
             would overflow.
-        buffers: Pool that lends the memory for elements that gloo receives.
+        buffers: Pool that lends the memory for elements that gloo receives, or for the result if `into` is in `flat`.
     """
     ranks = dist.get_world_size(group)
     if ranks == 1:
@@ -224,11 +224,19 @@ def reduce_scatter(
             buffers.give_back(received)
 
         return Handle([work], finish, group)
-    # `into` may be a part of `flat`, which NCCL still reads while it writes the result.
-    total = torch.empty(flat.numel() // ranks, dtype=flat.dtype, device=flat.device)
+    # NCCL still reads `flat` while it writes the result, and `into` may be a part of it.
+    in_flat = into.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+    total = buffers.take(into.numel(), flat.dtype, flat.device) if in_flat else into
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its name before torch 2.13
     work = scatter(total, flat, _scaled_(flat, ranks, scale), group=group, async_op=True)
-    return Handle([work], lambda: _put(total, into), group)
+    if not in_flat:
+        return Handle([work], group=group)
+
+    def move() -> None:
+        into.copy_(total)
+        buffers.give_back(total)
+
+    return Handle([work], move, group)
 
 
 def all_gather(flat: torch.Tensor, share: torch.Tensor, group: dist.ProcessGroup, *, overlapped: bool = True) -> Handle:

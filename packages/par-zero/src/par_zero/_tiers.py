@@ -75,13 +75,12 @@ class Offload:
             cannot be read, so nothing clips them. A backward that raises leaves some parameters updated.
         budget: Bytes of each tier that one rank may use, such as {"device": "80GB", "host": "100GB", "disk": "1TB"}, or
             "80GB" for the device only; on a CPU, bytes of memory. `shard` raises an error if the data does not fit. A
-            budget of the device requires stage 3 or a value "auto", and on an accelerator that no tier is given. At
-            stage 3 each step is recorded, and the next steps keep those units gathered for which `place` finds memory.
-            None: a unit is freed when the next begins.
+            budget of the device requires stage 3 or a value "auto". At stage 3 each step is recorded, and the next
+            steps keep those units gathered for which `place` finds memory. None: a unit is freed when the next begins.
         policy: Name of the policy of `place`.
         other: Function that returns the bytes on the device that are neither parameters, gradients nor state, such as
-            activations; it is called at each moment of a step. None: the allocator's count on an accelerator, 0 on a
-            CPU.
+            activations; it is called at each moment of a step. None: the allocator's count on an accelerator, and 0 on
+            a CPU or if a value is "auto", because "auto" leaves no memory for activations.
 
     Raises:
         TypeError: A value of another type.

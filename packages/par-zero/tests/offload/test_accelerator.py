@@ -376,8 +376,8 @@ def test_predicted_offload_is_the_program_and_the_bytes(stage, offload, precisio
     for tier, kinds in (("device", ("parameters", "optimizer")), ("host", ("parameters", "gradients", "optimizer"))):
         held = {**now[tier], "optimizer": now[tier]["optimizer"] + now[tier]["copies"]}
         for kind in kinds:
-            # Step counts, and pinned tensors that begin at multiples of 64 bytes.
-            assert held[kind] == pytest.approx(predicted.tiers[tier][kind], abs=600), (tier, kind)
+            # Step counts, which stay on the host with a piece's state.
+            assert held[kind] == pytest.approx(predicted.tiers[tier][kind], abs=100), (tier, kind)
 
 
 @pytest.mark.ranks(1, backend="strict", accelerator=Accelerator())
@@ -389,9 +389,5 @@ def test_unsupported_tiers_raise_errors_with_a_fix():
 
     with pytest.raises(ValueError, match="remove gradients, and pass optimizer='host'"):
         sharded(gradients="host")
-    with pytest.raises(ValueError, match=r"such as optimizer=0\.5, and remove budget"):
-        sharded(optimizer="auto", budget={"device": "1GB", "host": "1GB"})
-    with pytest.raises(ValueError, match="remove budget, or remove optimizer"):
-        sharded(optimizer="host", budget={"device": "1GB"})
     with pytest.raises(ValueError, match="set capturable=False, or remove offload"):
         sharded(optimizer="host", capturable=True)

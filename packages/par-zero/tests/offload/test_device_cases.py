@@ -130,8 +130,8 @@ def test_peak_is_predicted_and_residency_is_what_is_allocated(stage, offload):
     assert abs(torch.accelerator.memory_allocated() - beside - held.total("device")) <= 512 * tensors
     kept = sum(held.now["device"][kind] for kind in ("parameters", "optimizer", "copies"))
     predicted = kept + sum(program(module).peak().values())
-    # A gradient as autograd makes it, and two sums on their way to the host, which no entry of the program shows.
-    most = predicted + 3 * MATRIX + ACTIVATIONS + 512 * tensors
+    # The program has no entry for the moment at which autograd makes a gradient.
+    most = predicted + MATRIX // 2 + ACTIVATIONS + 512 * 2 * DEPTH
     assert torch.accelerator.max_memory_allocated() - beside <= most
 
 

@@ -80,7 +80,9 @@ def test_predicted_gradients_that_stay_raise_the_peak(stage):
         predict_step(module, optimizer, stage=stage, ranks=2, options=options, accumulates=each)
         for each in (False, True)
     )
-    assert dropped.program.peak() == kept.program.peak()  # without a copy in another dtype
+    # Without a copy in another dtype. At stage 0 two ranks sum in place, but not if they add to an earlier sum.
+    beside = dropped.program.chunks["0.weight"].received if stage == 0 else 0
+    assert kept.program.peak() == {**dropped.program.peak(), "buffers": dropped.program.peak()["buffers"] + beside}
     mixed = ShardOptions(overlap=options.overlap, precision=DTYPES[1])
     dropped, kept = (
         predict_step(module, optimizer, stage=stage, ranks=2, options=mixed, accumulates=each) for each in (False, True)

@@ -104,14 +104,15 @@ class ZeroSharding:
     def received(self) -> float:
         """The part of a piece that its reduction receives into a buffer: that of gloo receives all of it.
 
-        Between two ranks that share nothing one sum in place is enough.
+        Between two ranks that share nothing one sum in place is enough. Other backends receive sharded gradients where
+        they stay.
         """
         if self.ranks == 1:
             return 0.0
         if self.gloo:
             # gloo runs a reduce-scatter as an all-reduce of the full chunk.
             return 1.0 if self.zero or self.ranks > 2 else 0.0
-        return 1 / self.ranks if self.zero else 0.0
+        return 1 / self.ranks if self.zero == 1 else 0.0
 
 
 def zero_sharding(

@@ -183,29 +183,25 @@ def _check_link(offload: Offload, module: nn.Module, groups: Sequence[ParamGroup
     Raises:
         ValueError: A tier is not supported.
     """
-    if offload.auto or set(offload.budgets) - {"device"}:
-        raise ValueError(
-            f"budget={offload.budget!r}: the parameters are on {str(device)!r}, where only the device has a budget, "
-            "and no tier is 'auto'; pass a part of the optimizer, such as optimizer=0.5, and remove budget"
-        )
-    if offload.budgets and "optimizer" in offload.offloaded:
-        raise ValueError(
-            f"budget={offload.budget!r}: the parameters are on {str(device)!r}, and the budget would count gradients "
-            f"there that follow optimizer={offload.optimizer!r} to the host; remove budget, or remove optimizer"
-        )
-    if "gradients" in offload.offloaded:
+    if "gradients" in (*offload.offloaded, *offload.auto):
         raise ValueError(
             f"gradients={offload.gradients!r}: the parameters are on {str(device)!r}, from where gradients follow the "
-            "optimizer; remove gradients, and pass optimizer='host'"
+            f"optimizer; remove gradients, and pass optimizer={'auto' if offload.auto else 'host'!r}"
         )
-    if offload.fractions["parameters"]["disk"]:
+    if offload.parameters == "auto":
+        if not offload.budgets.get("host"):
+            raise ValueError(
+                f"parameters='auto', budget={offload.budget!r}: the parameters are on {str(device)!r}, which can fetch "
+                "them from its host and not from a disk; pass bytes of the host in budget, or remove parameters"
+            )
+    elif offload.furthest.fractions["parameters"]["disk"]:
         raise ValueError(
             f"parameters={offload.parameters!r}: the parameters are on {str(device)!r}, which can fetch them from its "
             "host and not from a disk; pass parameters='host'"
         )
     if "parameters" in offload.offloaded:
         # Fractions of several tiers whose sum is 1 may leave a rounding error on the device.
-        if groups and offload.fractions["optimizer"]["device"] > 1e-9:
+        if groups and offload.furthest.fractions["optimizer"]["device"] > 1e-9:
             raise ValueError(
                 f"parameters={offload.parameters!r}, optimizer={offload.optimizer!r}: parameters on the host of "
                 f"{str(device)!r} are stepped there; pass optimizer='host', or remove parameters"

@@ -196,13 +196,15 @@ class ChunkGradients:
         """Begin to write the sum to `store`, if there is one, and free its memory."""
         if self.store is None or self._reduced is None:
             return
+        # Elements that are stepped on the device keep the sum there, and so do stages 0 and 1 in the chunk's buffer.
+        leaves = all(self._in_store(part) for part in self.chunk.slices)
+        if leaves and self._shard is not None:
+            # The store counts the memory from here on, until its copy or write ends.
+            self.chunk.meter.add(GRADIENTS, -self._shard.nbytes)
+            self.chunk.meter.note("send", self.chunk.name)
         self.store.write(self.chunk, self._reduced)
         self._is_stored = True
-        # Elements that are stepped on the device keep the sum there, and so do stages 0 and 1 in the chunk's buffer.
-        if all(self._in_store(part) for part in self.chunk.slices):
-            if self._shard is not None:
-                self.chunk.meter.add(GRADIENTS, -self._shard.nbytes)
-                self.chunk.meter.note("send", self.chunk.name)
+        if leaves:
             self._shard = self._reduced = None
 
     def bind(self) -> None:

@@ -15,10 +15,11 @@ from torch import nn
 
 from .._torch_private import without_torch_functions
 from ..layout.chunk import Chunk
+from ..layout.meter import BUFFERS
 from .link import DeviceLink, GradientInFlight, PinnedSlabs
 from .piece import DiskPiece
 
-_IN_FLIGHT = 2
+SUMS_IN_FLIGHT = 2
 """Sums that stay on the device for their copies, in multiples of the largest: one is copied while the next is reduced.
 
 A limit of chunks instead of bytes would let the reduction of a matrix wait for the copies of the biases before it.
@@ -32,17 +33,14 @@ class GradientCopy:
     Args:
         event: Event after the copy.
         total: Memory on the device that is copied. It is kept until the stream that computes has waited for `event`.
+        bytes: Bytes of the device that only the copy keeps. A sum that the device also steps by keeps its own memory.
         is_applied: Whether a step within backward has the gradients already.
     """
 
     event: torch.Event
     total: torch.Tensor | None
+    bytes: int
     is_applied: bool = False
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the device that the copy keeps."""
-        return 0 if self.total is None else self.total.nbytes
 
 
 class HostGradients:
@@ -60,7 +58,7 @@ class HostGradients:
     def __init__(self, link: DeviceLink, pieces: Mapping[Chunk, Sequence[DiskPiece]]) -> None:
         self._link, self._pieces = link, {chunk: tuple(each) for chunk, each in pieces.items()}
         self._slabs = PinnedSlabs(
-            sum(piece.tensor.numel() * chunk.plan.reduce_dtype.itemsize for chunk in pieces for piece in pieces[chunk])
+            piece.tensor.numel() * chunk.plan.reduce_dtype.itemsize for chunk in pieces for piece in pieces[chunk]
         )
         self._places = {
             piece: self._slabs.take(chunk.plan.reduce_dtype, piece.tensor.numel())
@@ -69,7 +67,7 @@ class HostGradients:
         }
         self._copies: dict[Chunk, GradientCopy] = {}
         self._held: deque[GradientCopy] = deque()
-        self._largest = 0  # bytes of the largest sum so far
+        self._limit = SUMS_IN_FLIGHT * max(map(_leaving, self._pieces), default=0)
         self.step_in_backward: Callable[[Chunk, Mapping[DiskPiece, torch.Tensor]], bool] | None = None
 
     @property
@@ -85,25 +83,27 @@ class HostGradients:
     def write(self, chunk: Chunk, total: torch.Tensor) -> None:
         """Begin to copy this rank's shard of a chunk's sum to the host. `total` may be reused after `bind`."""
         # The stream that computes waits here, and not the host, so the memory in use is the same in every step.
-        self._largest = max(self._largest, total.nbytes)
-        while sum(copy.bytes for copy in self._held) + total.nbytes > _IN_FLIGHT * self._largest:
-            self._release(self._held.popleft())
+        size = _leaving(chunk)
+        while sum(copy.bytes for copy in self._held) + size > self._limit:
+            self._release(chunk, self._held.popleft())
+        chunk.meter.add(BUFFERS, size)
         event = self._link.copy_out(
             [
                 (self._places[piece], total[piece.offset : piece.offset + piece.tensor.numel()])
                 for piece in self._pieces[chunk]
             ]
         )
-        self._copies[chunk] = copy = GradientCopy(event=event, total=total)
+        self._copies[chunk] = copy = GradientCopy(event=event, total=total, bytes=size)
         self._held.append(copy)
         if self.step_in_backward is not None:
             copy.is_applied = self.step_in_backward(chunk, self._gradients_of(chunk, event))
 
     def bind(self, chunk: Chunk) -> bool:
         """Set the gradients of the optimizer's tensors, which wait for their copies at their first use."""
+        # A pass binds all chunks when it ends, so the first one waits for the copies of all.
+        while self._held:
+            self._release(chunk, self._held.popleft())
         copy = self._copies.pop(chunk)
-        self._release(copy)
-        self._held = deque(held for held in self._held if held.total is not None)
         if copy.is_applied:
             for piece in self._pieces[chunk]:
                 piece.tensor.grad = _applied(piece.tensor)
@@ -131,11 +131,23 @@ class HostGradients:
     def _gradients_of(self, chunk: Chunk, event: torch.Event) -> dict[DiskPiece, torch.Tensor]:
         return {piece: _in_flight(self._places[piece], piece.tensor, event) for piece in self._pieces[chunk]}
 
-    def _release(self, copy: GradientCopy) -> None:
-        """Let the stream that computes wait for a copy, whose memory it may write from then on."""
-        if copy.total is not None:
-            self._link.wait_event(copy.event)
-            copy.total = None
+    def _release(self, chunk: Chunk, copy: GradientCopy) -> None:
+        """Let the stream that computes wait for a copy, whose memory it may write from then on.
+
+        Args:
+            chunk: Any chunk, whose meter counts the memory.
+            copy: Copy.
+        """
+        self._link.wait_event(copy.event)
+        chunk.meter.add(BUFFERS, -copy.bytes)
+        copy.total = None
+
+
+def _leaving(chunk: Chunk) -> int:
+    """Return the bytes of a chunk's sum if all of it leaves the device, else 0."""
+    if not chunk.stage.shards_gradients or not all(part.in_pieces for part in chunk.slices):
+        return 0
+    return chunk.layout.shard * chunk.plan.reduce_dtype.itemsize
 
 
 def _in_flight(place: torch.Tensor, tensor: nn.Parameter, event: torch.Event) -> torch.Tensor:

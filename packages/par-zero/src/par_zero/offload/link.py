@@ -247,15 +247,21 @@ def link_of(device: torch.device, depth: int) -> MemoryLink:
     return MemoryLink() if device.type == "cpu" else DeviceLink(device, depth)
 
 
+def pinned_size(size: int) -> int:
+    """Return the bytes of pinned memory that a tensor of `size` bytes takes."""
+    # Vectorized kernels take other steps for tensors that begin in the middle of a cache line.
+    return -(-size // 64) * 64
+
+
 class PinnedSlabs:
     """Pinned memory in few large pieces, from which small tensors are cut.
 
     Args:
-        total: Bytes of all tensors that will be taken.
+        sizes: Bytes of each tensor that will be taken.
     """
 
-    def __init__(self, total: int) -> None:
-        self._left = total
+    def __init__(self, sizes: Iterable[int]) -> None:
+        self._left = sum(map(pinned_size, sizes))
         self._slab = torch.empty(0, dtype=torch.uint8)
         self._used = 0
         self.bytes = 0
@@ -263,8 +269,7 @@ class PinnedSlabs:
 
     def take(self, dtype: torch.dtype, count: int) -> torch.Tensor:
         """Return a tensor of pinned memory that no other tensor uses."""
-        # Vectorized kernels take other steps for tensors that begin in the middle of a cache line.
-        size = -(-count * dtype.itemsize // 64) * 64
+        size = pinned_size(count * dtype.itemsize)
         if self._used + size > self._slab.nbytes:
             self._slab = torch.empty(max(size, min(_SLAB, self._left)), dtype=torch.uint8, pin_memory=True)
             self._used = 0

@@ -17,7 +17,8 @@ Actions of par-zero:
 - `scatter c`, `reduce c`: the reduction of a chunk begins, as a reduce-scatter or as one all-reduce.
 - `sum c`: the result of the reduction is available.
 - `release`: buffers are freed, except the kept ones.
-- `send c`: the result is written to a disk, or copied to the host of an accelerator, and its memory is freed.
+- `send c`: the result is written to a disk, and its memory is freed; or it is copied to the host of an accelerator, and
+  its memory counts as a buffer until two later sums are copied, or until buffers are freed.
 - `cast c`, `drop c`: gradients in the optimizer's dtype are created and dropped.
 - `fetch p`, `evict p`: a piece of an offloaded optimizer is read from the disk and written back.
 - `step c`, `step p`: a chunk or a piece is updated.
@@ -64,7 +65,7 @@ class ChunkBytes:
         received: Bytes of the separate receive buffer of a reduce-scatter.
         share: Index of its data-parallel group: 0 for `group` of `shard`, then `expert_groups`. Default: 0.
         is_pair: Whether one all-reduce sums the gradients of two ranks in place. Default: False.
-        is_written: Whether the sum is written to a disk. Default: False.
+        is_written: Whether the sum is written to a disk, or copied to the host of an accelerator. Default: False.
     """
 
     unit: str | None
@@ -112,6 +113,8 @@ class ZeroProgram:
         kept_buffers: Number of buffers that stay allocated when a pass ends.
         is_late: Whether a thread may step pieces while the next step begins. A fetch and its evict may then be
             recorded in different steps. Default: False.
+        sending: Largest number of bytes of sums that stay on an accelerator while they are copied to its host.
+            Default: 0, as on a CPU.
         start: Memory that was allocated before the step. Default: none.
     """
 
@@ -121,6 +124,7 @@ class ZeroProgram:
     shards_gradients: bool
     kept_buffers: int
     is_late: bool = False
+    sending: int = 0
     start: HeldMemory = field(default_factory=HeldMemory)
 
     def __str__(self) -> str:
@@ -192,6 +196,7 @@ class _LedgerState:
         # The pools of a step make tensors by the same rule. Here a buffer is the number of its bytes.
         self._lent, self._received = BufferPool(int, int, start.lent), BufferPool(int, int, start.received)
         self._borrowed, self._receiving = dict(start.borrowed), dict[str, int]()
+        self._sending: list[int] = []  # bytes of the sums that are copied to the host, in their order
         self._lent.total += sum(self._borrowed.values())
 
     def bytes(self) -> dict[str, int]:
@@ -201,7 +206,7 @@ class _LedgerState:
         return {
             UNITS: sum(self._program.units[unit] for unit in self._whole),
             GRADIENTS: sum(gradients) + sum(chunks[name].cast for name in self._casts),
-            BUFFERS: self._lent.total + self._received.total,
+            BUFFERS: self._lent.total + self._received.total + sum(self._sending),
         }
 
     def held(self) -> HeldMemory:
@@ -290,9 +295,13 @@ class _LedgerState:
         if chunk is not None and (chunk.unit is None or chunk.unit in self._whole):
             self._stale.add(chunk.unit or entry.of)
 
-    # The result continues elsewhere, so its memory no longer counts.
     def _send(self, entry: ProgramEntry) -> None:
         self._gradients.discard(entry.of)
+        # The memory of a copy's source is free when the stream that computes has waited for the copy.
+        if self._program.sending:
+            self._sending.append(self._program.chunks[entry.of].shard)
+            while sum(self._sending) > self._program.sending:
+                self._sending.pop(0)
 
     def _end(self, _: ProgramEntry) -> None:
         _need(not self._under_way, "reductions are under way")
@@ -300,6 +309,7 @@ class _LedgerState:
     def _release(self, _: ProgramEntry) -> None:
         self._lent.keep(self._program.kept_buffers)
         self._received.keep(self._program.kept_buffers)
+        self._sending.clear()
 
     _methods: ClassVar[Mapping[str, Callable[["_LedgerState", ProgramEntry], None]]] = {
         **dict.fromkeys(("F", "R", "B"), _run),

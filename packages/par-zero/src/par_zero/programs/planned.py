@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from .._tiers import Home
 from ..layout.plan import ChunkPlan, ModelPlan
+from ..offload.host_gradients import SUMS_IN_FLIGHT
 from ..offload.plan import ChunkTiers
 from .ledger import ChunkBytes, ZeroProgram
 from .predict import RegisteredModel
@@ -49,6 +50,9 @@ def register_model(
             shards_gradients=model.stage.shards_gradients,
             kept_buffers=model.options.overlap.inflight or 2,
             is_late=is_late,
+            sending=0
+            if model.is_on_cpu
+            else SUMS_IN_FLIGHT * max((chunk.shard for chunk in chunks.values() if chunk.is_written), default=0),
         ),
         units=units,
         optimizers=optimizers,
@@ -65,6 +69,8 @@ def _chunk_bytes(model: ModelPlan, plan: ChunkPlan, home: Home) -> ChunkBytes:
     is_cast = reduced != plan.dtype and plan.owner >= 0 and not plan.assembled
     slices = layout.slots if layout.atomic else [(part.start, part.stop) for part in layout.slices(low, high)]
     cast = sum(max(0, min(stop, high) - max(start, low)) for start, stop in slices) * plan.dtype.itemsize
+    # Other backends than gloo receive the sum alone, and at stages 2 and 3 where it stays.
+    receives = gradient if own.receives else layout.shard * reduced.itemsize * (not stage.shards_gradients)
     return ChunkBytes(
         unit=model.units[plan.place.unit].name if model.units else None,
         full=layout.size * plan.dtype_in_use.itemsize,
@@ -73,7 +79,7 @@ def _chunk_bytes(model: ModelPlan, plan: ChunkPlan, home: Home) -> ChunkBytes:
         shard=layout.shard * reduced.itemsize if home.gradients != "host" else 0,
         arriving=plan.arriving,
         cast=cast if is_cast and home.gradients == "device" else 0,
-        received=gradient if own.receives and own.count > 1 else 0,
+        received=receives if plan.trained and own.count > 1 else 0,
         is_pair=not stage.shards_state and own.count == 2 and not own.replicates,
         is_written=home.gradients == "disk",
     )
