@@ -1,3 +1,7 @@
+import asyncio
+import os
+import socket
+import time
 from datetime import timedelta
 
 import pytest
@@ -49,3 +53,52 @@ def test_a_compiled_module_is_seen_either_way():
     method.compile(backend="eager")
     assert _torch_private.is_compiled(method)
     assert _torch_private.is_compiled(torch.compile(nn.Linear(2, 2), backend="eager"))
+
+
+@pytest.mark.ranks(3, backend="gloo")
+def test_shut_down_sockets_of_gloo_end_a_collective_of_all_ranks():
+    # A new release of torch or gloo that connects in another way fails here: see `gloo_sockets`.
+    before = len(_torch_private.gloo_sockets())
+    group = dist.new_group([0, 1, 2])
+    assert before == 2
+    assert len(_torch_private.gloo_sockets()) == 4  # each group has a connection with each peer
+    dist.all_reduce(torch.ones(4), group=group)
+    dist.barrier()
+    begin = time.monotonic()
+    if dist.get_rank() == 0:
+        _torch_private.shut_down_sockets(_torch_private.gloo_sockets())
+    with pytest.raises(RuntimeError):
+        dist.all_reduce(torch.ones(4), group=group)
+    # A rank that has an error leaves as well, so that no rank waits for another one that has left.
+    _torch_private.shut_down_sockets(_torch_private.gloo_sockets())
+    assert time.monotonic() - begin < 5  # far below the timeout of the group
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_sockets_of_other_libraries_are_none_of_gloo():
+    own = _torch_private.gloo_sockets()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+
+    async def serve():
+        server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+        _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        assert _torch_private.gloo_sockets() == own
+        writer.close()
+        server.close()
+
+    asyncio.run(serve())
+    assert set(own) < set(_torch_private.tcp_sockets())
+    client.set("a", "b")
+    assert client.get("a") == b"b"
+
+
+def test_descriptor_with_another_inode_is_not_shut_down():
+    one, other = socket.socketpair()
+    with one, other:
+        inode = os.fstat(one.fileno()).st_ino
+        _torch_private.shut_down_sockets({one.fileno(): inode + 1})
+        one.send(b"a")
+        assert other.recv(1) == b"a"
+        _torch_private.shut_down_sockets({one.fileno(): inode})
+        assert other.recv(1) == b""

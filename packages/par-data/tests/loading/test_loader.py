@@ -3,6 +3,7 @@
 import itertools
 import multiprocessing
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -329,6 +330,21 @@ def test_stream_gets_set_epoch_and_equal_random_numbers():
     assert [int(batch[0]) for batch in expected] == [0, 0, 1, 1, 2, 2]
     with pytest.raises(TypeError, match="has no len"):
         len(loaders[0])
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4, 5])
+def test_uneven_shards_make_up_the_batches_of_one_rank(replicas):
+    plain = partial(DataLoader, Numbers(24), batch_size=12, shuffle=True)
+    whole = take(ShardedDataLoader(plain(), rank=0, num_replicas=1, seed=0), 4)
+    loaders = [
+        ShardedDataLoader(plain(), rank=rank, num_replicas=replicas, seed=0, uneven=True) for rank in range(replicas)
+    ]
+    assert joined(loaders, 4) == whole
+
+
+def test_uneven_batch_smaller_than_the_ranks_raises():
+    with pytest.raises(ValueError, match="a global batch has 2 samples, fewer than num_replicas=3"):
+        ShardedDataLoader(DataLoader(Numbers(4), batch_size=2), rank=0, num_replicas=3, seed=0, uneven=True)
 
 
 @pytest.mark.parametrize(

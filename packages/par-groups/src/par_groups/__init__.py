@@ -26,6 +26,8 @@ from .topology.topology import Axes, Topology
 if TYPE_CHECKING:
     from ._bytes import bytes_of
     from ._torch_private import is_called_by_state_dict_of_dcp, is_compiled
+    from .elastic.keeper import keep
+    from .elastic.members import Members
     from .live.agreement import agree, check_alike, together
     from .live.among import group_among
     from .live.backends import Collective, accelerator_of, backend_of, check_collectives, sendable
@@ -101,6 +103,7 @@ __all__ = [
     "JointOptimizer",
     "LaneCounts",
     "Launch",
+    "Members",
     "Operation",
     "ProcessGroups",
     "RankLogger",
@@ -146,6 +149,7 @@ __all__ = [
     "is_called_by_state_dict_of_dcp",
     "is_compiled",
     "is_library_path",
+    "keep",
     "kept_tensors",
     "launch",
     "merge_claims",
@@ -190,6 +194,8 @@ __all__ = [
 _MODULE_OF = {
     name: module
     for module, names in {
+        "elastic.keeper": ("keep",),
+        "elastic.members": ("Members",),
         "live.agreement": ("agree", "check_alike", "together"),
         "live.among": ("group_among",),
         "live.backends": ("Collective", "accelerator_of", "backend_of", "check_collectives", "sendable"),

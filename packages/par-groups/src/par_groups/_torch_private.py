@@ -1,11 +1,14 @@
 """All private names of torch that this package uses: the first file to open after a new torch release."""
 
 import inspect
+import os
 import pickle
+import socket
+import stat
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,14 +69,77 @@ def let_gloo_workers_finish(timeout: float = 1.0) -> None:
         asleep = asleep + 1 if all(map(_sleeps, tasks.glob("*/stat"))) else 0
 
 
-def _sleeps(stat: Path) -> bool:
+def _sleeps(path: Path) -> bool:
     """Return whether a thread is none of gloo's workers, or sleeps, or has ended."""
     try:
-        text = stat.read_text()
+        text = path.read_text()
     except OSError:
         return True
     name, _, state = text.partition("(")[2].rpartition(") ")
     return not name.startswith("pt_gloo") or state.startswith("S")
+
+
+def gloo_sockets() -> dict[int, int]:
+    """Return the connected sockets of all gloo groups of this process: the inode of each descriptor.
+
+    torch cannot end a gloo collective: in torch 2.13 `ProcessGroup.abort` returns and frees no rank. A socket that is
+    shut down ends it with an error, so the sockets have to be found. Each gloo group has one epoll descriptor, and the
+    kernel lists what it watches: one pipe, one listening TCP socket, and one TCP socket for each peer. Other loops
+    differ: asyncio wakes itself by a pair of Unix sockets, libuv by an eventfd. The listening socket is left out,
+    because gloo aborts the process if that one fails.
+    """
+    found: dict[int, int] = {}
+    for each in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # a descriptor may be closed at any time, also the one of this listing
+            if str(each.readlink()) != "anon_inode:[eventpoll]":
+                continue
+            lines = Path(f"/proc/self/fdinfo/{each.name}").read_text().splitlines()
+            watched = [int(line.split()[1]) for line in lines if line.startswith("tfd:")]
+            states = {number: os.fstat(number) for number in watched}
+            sockets = [number for number in watched if stat.S_ISSOCK(states[number].st_mode)]
+            pipes = [number for number in watched if stat.S_ISFIFO(states[number].st_mode)]
+            listening = [number for number in sockets if _is_listening(number)]
+            if len(pipes) == len(listening) == 1 and len(watched) == 1 + len(sockets) and all(map(_is_tcp, sockets)):
+                found |= {number: states[number].st_ino for number in sockets if number not in listening}
+    return found
+
+
+def tcp_sockets() -> dict[int, int]:
+    """Return the connected TCP sockets of this process: the inode of each descriptor.
+
+    The difference between two calls is the socket of a `TCPStore` that was made in between, which torch does not show.
+    """
+    found: dict[int, int] = {}
+    for each in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            descriptor = int(each.name)
+            state = os.fstat(descriptor)
+            if stat.S_ISSOCK(state.st_mode) and _is_tcp(descriptor) and not _is_listening(descriptor):
+                found[descriptor] = state.st_ino
+    return found
+
+
+def shut_down_sockets(sockets: dict[int, int]) -> None:
+    """Shut down connected sockets of this process, so that both ends receive an error at once.
+
+    Args:
+        sockets: The inode of each descriptor. A descriptor that has another inode by now is left alone: its socket was
+            closed, and the kernel has given the number to another file.
+    """
+    for descriptor, inode in sockets.items():
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:
+            if os.fstat(copy.fileno()).st_ino == inode:
+                copy.shutdown(socket.SHUT_RDWR)
+
+
+def _is_listening(descriptor: int) -> bool:
+    with socket.socket(fileno=os.dup(descriptor)) as copy:
+        return bool(copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _is_tcp(descriptor: int) -> bool:
+    with socket.socket(fileno=os.dup(descriptor)) as copy:
+        return copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM
 
 
 @contextmanager

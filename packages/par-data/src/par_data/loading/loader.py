@@ -51,6 +51,8 @@ class ShardedDataLoader:
         data_group: The data-parallel ranks, in the order of `rank`. They agree on the end of a lane with one all-reduce
             of one integer per batch. None: each rank reads all lanes.
         worker_signals: The signals that workers ignore while this process handles them. None: workers ignore none.
+        uneven: Whether ranks may get different numbers of samples, which differ by at most one. The loop must then
+            weigh each rank's loss by its samples.
 
     Attributes:
         device: The device of the batches, "cpu" unless it is set.
@@ -73,8 +75,9 @@ class ShardedDataLoader:
         replica_group: dist.ProcessGroup | None = None,
         data_group: dist.ProcessGroup | None = None,
         worker_signals: WorkerSignals | None = None,
+        uneven: bool = False,
     ) -> None:
-        _check(loader, rank, num_replicas)
+        _check(loader, rank, num_replicas, uneven=uneven)
         self._plain = loader
         self.dataset = loader.dataset
         self.batch_size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
@@ -196,7 +199,7 @@ class ShardedDataLoader:
         return item
 
 
-def _check(loader: Any, rank: int, num_replicas: int) -> None:
+def _check(loader: Any, rank: int, num_replicas: int, *, uneven: bool) -> None:
     if not isinstance(loader, DataLoader):
         raise TypeError(f"loader is a {type(loader).__name__}: it must be a torch.utils.data.DataLoader; pass one")
     if not 0 <= rank < num_replicas:
@@ -208,12 +211,14 @@ def _check(loader: Any, rank: int, num_replicas: int) -> None:
             "the DataLoader has a DistributedSampler: it would shard each shard again; remove it, and set shuffle=True"
         )
     size = loader.batch_size
-    if size is not None and size % num_replicas:
+    if size is not None and size % num_replicas and not uneven:
         near = max(1, round(size / num_replicas)) * num_replicas
         raise ValueError(
             f"batch_size={size}: it is the batch of all ranks, and num_replicas={num_replicas} must divide it; use "
-            f"batch_size={near}, or another number of ranks"
+            f"batch_size={near}, or another number of ranks; or pass uneven=True and weigh losses by their samples"
         )
+    if size is not None and size < num_replicas:
+        raise too_few_samples(size, num_replicas)
     lanes = count_lanes(loader.dataset, size) if isinstance(loader.dataset, IterableDataset) else 1
     if lanes > 1 and loader.num_workers > 1:
         raise ValueError(

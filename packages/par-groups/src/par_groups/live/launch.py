@@ -139,7 +139,7 @@ def launch(
         world_size=place.world_size,
         timeout=longest,
         device_id=chosen if chosen.type != "cpu" else None,
-        store=_meeting_point(place, longest),
+        store=meeting_point(place, longest),
     )
     environment = Environment(
         rank=place.rank,
@@ -200,7 +200,7 @@ def check_nccl(backend: str, device: torch.device, rank: int) -> None:
             )
 
 
-def _meeting_point(place: Launch, timeout: timedelta | None) -> Any:
+def meeting_point(place: Launch, timeout: timedelta | None) -> Any:
     """Return the store for the rendezvous after all ranks have joined. A world of one needs no port.
 
     An early rank may connect to the store of an earlier start, which ends while the rank waits. The rank then tries to

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._torch_private import can_split, number_of_groups, timeout_of
+from .._torch_private import can_split, groups_by_name, number_of_groups, timeout_of
 from ..topology.channels import Channels
 from ..topology.topology import Axes, Axis, Topology
 from .among import group_among
@@ -206,8 +206,10 @@ class ProcessGroups:
         live = self._live()
         self._groups.clear()
         self._channels.clear()
+        # The world of these groups may have ended, and another one may run in this process by now.
+        known = set(groups_by_name().values()) - {dist.group.WORLD}
         for group in live:
-            if group is not dist.group.WORLD and dist.is_initialized():
+            if group in known:
                 dist.destroy_process_group(group)
 
     def __enter__(self) -> "ProcessGroups":

@@ -1,0 +1,220 @@
+"""A rank's view of the ranks that are in: it forms the process group of each epoch and leaves it at once."""
+
+import atexit
+import os
+import threading
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .._torch_private import gloo_sockets, shut_down_sockets, tcp_sockets
+from ..live.launch import Environment, as_timedelta
+from .link import LINE, KeeperLink
+from .roster import OVER
+
+STORE, PREFIX, NUMBER, SPARE = "PAR_KEEPER_STORE", "PAR_KEEPER_PREFIX", "PAR_KEEPER_NUMBER", "PAR_KEEPER_SPARE"
+"""The environment variables with the address of the store, the prefix of its keys, the rank's number, and "1" for a
+rank that waits to be taken in."""
+
+_CONNECT = timedelta(seconds=60)
+
+_BEAT = 0.5
+"""Seconds between two signs of life."""
+
+
+class Members:
+    """The ranks that are in. An epoch is one set of them, decided once, with a process group of its own.
+
+    A rank has a number that it keeps, and in each epoch a place among the members, which is its rank in
+    torch.distributed. Collectives run over gloo on Linux.
+
+    Args:
+        variables: The environment variables that the keeper of this rank has set.
+
+    Attributes:
+        number: The number of this rank, the same in all epochs.
+        epoch: The latest epoch that this rank has formed, from 0; -1 before the first one.
+        ranks: The numbers of its members, ascending.
+        spares: The number of spares that wait to be taken in, as last reported.
+
+    Raises:
+        RuntimeError: No keeper has started this process.
+
+    Example:
+        members = Members()
+        while (environment := members.form()) is not None:
+            try:
+                train(environment)  # raises an error within moments after a rank is lost
+                break
+            except RuntimeError:
+                continue
+    """
+
+    def __init__(self, variables: Mapping[str, str] = os.environ) -> None:
+        if any(name not in variables for name in (LINE, STORE, PREFIX, NUMBER)):
+            raise RuntimeError(
+                "no keeper has started this process, so nobody would see it die; start it with python -m "
+                "par_groups.elastic --ranks 4 -- python train.py"
+            )
+        host, _, port = variables[STORE].rpartition(":")
+        self._address, self._prefix = (host, int(port)), variables[PREFIX]
+        self.number, self._is_spare = int(variables[NUMBER]), variables.get(SPARE) == "1"
+        self.epoch, self.spares = -1, 0
+        self.ranks: tuple[int, ...] = ()
+        self._count, self._left = 0, -1
+        self._broken = threading.Event()  # set once a member of the current epoch is lost
+        self._lock = threading.Lock()  # guards the sockets and the epoch against the thread that leaves
+        self._joining: dict[int, int] = {}  # the sockets of the store of an epoch
+        self._environment: Environment | None = None
+        self._store = dist.PrefixStore(self._prefix, self._connect())  # type: ignore[attr-defined]
+        self._line = KeeperLink.inherited(int(variables[LINE]))
+        threading.Thread(target=self._listen, daemon=True, name="members").start()
+
+    @property
+    def place(self) -> int:
+        """The position of this rank among the members: its rank in torch.distributed."""
+        return self.ranks.index(self.number)
+
+    def form(self, timeout: timedelta | float | None = None) -> Environment | None:
+        """Leave the current epoch, wait until the next one is decided, and start torch.distributed in it. Collective.
+
+        It returns only when all members have connected. If one of them dies on the way, the others form the epoch after
+        this one. A spare waits here until it is taken in.
+
+        Args:
+            timeout: Timeout of a collective, in seconds or as a timedelta. Default: torch's.
+
+        Returns:
+            The environment of this rank in the new epoch; None if the run has ended.
+        """
+        span = as_timedelta(timeout)
+        while True:
+            self.abandon()
+            self.close()
+            members = self._next_members()
+            if members is None:
+                return None
+            try:
+                return self._start(members, span)
+            except RuntimeError:  # torch's own, also for a connection that was lost
+                # A member that dies on the way is the reason, and the keeper reports it within moments. Any other
+                # error would come again in the next epoch.
+                if not self.is_broken():
+                    raise
+
+    def abandon(self) -> None:
+        """End every collective of this process with an error, now, and those of its peers that wait for it.
+
+        All sockets of gloo in this process are shut down, whoever made the groups. The groups cannot be used any more.
+        """
+        with self._lock:
+            shut_down_sockets(gloo_sockets() | self._joining)
+
+    def is_broken(self, within: float = 5.0) -> bool:
+        """Return whether a member of this epoch is lost; the keeper may report it some moments after an error.
+
+        Args:
+            within: Seconds to wait for the report.
+        """
+        return self._broken.wait(within)
+
+    def close(self) -> None:
+        """Leave the current epoch for good and end torch.distributed. A second call does nothing."""
+        if self._environment is not None:
+            self._environment.close()
+            self._environment = None
+
+    def report(self) -> None:
+        """Report progress. The keeper kills a rank that reports none for long while others are further."""
+        self._count += 1
+        self._line.send(f"at {self.epoch} {self._count}")
+
+    def _next_members(self) -> tuple[int, ...] | None:
+        """Return the members of the next epoch that this rank is in, after all that live have arrived."""
+        wanted = self.epoch + 1
+        while True:
+            if self._is_spare and self._store.check(["epoch"]):
+                wanted = int(self._store.get("epoch")) + 1
+            # A spare is taken into no other epoch than the one that it waits for, so the two must agree on it.
+            self._line.send(f"{'waiting' if self._is_spare else 'at'} {wanted} 0")
+            text = self._decided(f"{wanted}/members")
+            if text == OVER:
+                return None
+            members = tuple(map(int, text.split(",")))
+            if self.number in members:
+                with self._lock:
+                    self.epoch, self.ranks, self._count, self._is_spare = wanted, members, 0, False
+                    self._broken.clear()
+                    if self._left >= self.epoch:  # the epoch broke before this rank had read who is in
+                        self._broken.set()
+                return members
+            # The other ranks have gone on without this one. It may be taken in later, with no state of its own.
+            self._is_spare, wanted = True, wanted + 1
+
+    def _decided(self, key: str) -> str:
+        pause = 0.002
+        # A wait of the store itself would write a warning to stderr every time that it times out.
+        while not self._store.check([key]):
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.1)
+        return str(self._store.get(key).decode())
+
+    def _start(self, members: tuple[int, ...], timeout: timedelta | None) -> Environment:
+        before = tcp_sockets()
+        client = self._connect()
+        with self._lock:
+            # A member may die before it has connected. The others then wait in the store for its address, so leaving
+            # has to end that wait as well.
+            self._joining = {each: inode for each, inode in tcp_sockets().items() if before.get(each) != inode}
+        try:
+            if self._broken.is_set():
+                raise RuntimeError(f"a member of epoch {self.epoch} is lost; call form() again")
+            store = dist.PrefixStore(f"{self._prefix}/{self.epoch}", client)  # type: ignore[attr-defined]
+            dist.init_process_group("gloo", store=store, rank=self.place, world_size=len(members), timeout=timeout)
+            dist.barrier()
+        finally:
+            with self._lock:
+                self._joining = {}
+        self._environment = Environment(
+            rank=self.place,
+            world_size=len(members),
+            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            device=torch.device("cpu"),
+            backend="gloo",
+            launcher="keeper",
+            started=True,
+        )
+        atexit.register(self._environment.close)
+        return self._environment
+
+    def _connect(self) -> Any:
+        return dist.TCPStore(  # type: ignore[attr-defined]  # torch exports it late
+            *self._address, is_master=False, wait_for_workers=False, timeout=_CONNECT
+        )
+
+    def _listen(self) -> None:
+        """Give signs of life, and leave an epoch when the keeper reports that a member of it is lost."""
+        while True:
+            text = self._line.receive(_BEAT)
+            if text is None:
+                self._line.send("alive")
+                continue
+            word, _, value = text.partition(" ")
+            if word == "spares":
+                self.spares = int(value)
+            elif word == "leave":
+                # A rank whose peer is silent, such as one behind a broken network, would wait until its timeout.
+                with self._lock:
+                    self._left = int(value)
+                    is_own = self._left >= self.epoch
+                    if is_own:
+                        self._broken.set()
+                if is_own:
+                    self.abandon()
+            else:  # the keeper has ended, and the kernel ends this process
+                return

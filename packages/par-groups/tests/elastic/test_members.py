@@ -1,0 +1,91 @@
+"""Ranks form the group of an epoch, leave it when a rank is lost, and form the next one in the same process."""
+
+import os
+import signal
+import sys
+
+import pytest
+
+from par_groups import Members
+
+from ._jobs import Job, becomes_gone
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="losing a rank needs Linux")
+
+
+def test_survivors_form_the_next_epoch_after_a_kill(tmp_path):
+    job = Job(tmp_path, "steps(40, lambda s: members.number == 1 and s == 9 and os.kill(os.getpid(), 9))", "--ranks=3")
+    assert job.end() == [0]
+    assert "rank 1 has ended with exit code -9" in job.errors[0]
+    formed = [(each["number"], each["ranks"], each["place"]) for each in job.told if each.get("epoch") == 1]
+    assert sorted(formed) == [(0, [0, 2], 0), (2, [0, 2], 1)]
+    assert sorted(each["number"] for each in job.told if each.get("ended") == 1) == [0, 2]
+
+
+def test_spare_replaces_a_lost_rank_and_waits_before(tmp_path):
+    script = "steps(40, lambda s: members.number == 0 and s == 9 and os.kill(os.getpid(), 9))"
+    job = Job(tmp_path, script, "--ranks=2", "--spares=2")
+    assert job.end() == [0]
+    assert {tuple(each["ranks"]) for each in job.told if each.get("epoch") == 0} == {(0, 1)}
+    (ranks,) = {tuple(each["ranks"]) for each in job.told if each.get("epoch") == 1}
+    assert len(ranks) == 2  # rank 1 and one of the two spares; the other one learns that the run is over
+    assert 1 in ranks
+    assert len([each for each in job.told if each.get("over")]) <= 1
+
+
+@pytest.mark.storm
+def test_restarted_rank_joins_as_a_spare(tmp_path):
+    script = "steps(30, lambda s: members.number == 1 and s == 5 and os._exit(3))\n"
+    job = Job(tmp_path, script, "--ranks=2", "--restarts=1")
+    assert job.end() == [0]
+    assert "rank 1 has ended with exit code 3" in job.errors[0]
+    # The new process has number 2. Whether it comes in time depends on the machine.
+    assert {tuple(each["ranks"]) for each in job.told if "ranks" in each} <= {(0, 1), (0,), (0, 2)}
+
+
+def test_fifty_epochs_leave_no_descriptors_threads_or_memory(tmp_path):
+    script = """
+import resource, threading
+held = []  # as modules hold their groups
+def usage():
+    with open("/proc/self/statm") as file:
+        pages = int(file.read().split()[1])
+    return dict(files=len(os.listdir("/proc/self/fd")), threads=len(os.listdir("/proc/self/task")), rss=pages * 4096)
+
+for epoch in range(51):
+    members.form(timeout=30)
+    held[:] = [dist.group.WORLD, dist.new_group([0, 1])]
+    dist.all_reduce(torch.ones(1 << 16), group=held[1])
+    if epoch in (10, 50):
+        tell(usage=usage())
+    if members.number == 0 and epoch < 50:
+        members.abandon()
+    try:
+        if epoch < 50:
+            dist.all_reduce(torch.ones(10), group=held[1])
+    except RuntimeError:
+        pass
+"""
+    job = Job(tmp_path, script, "--ranks=2")
+    assert job.end() == [0]
+    for number in (0, 1):
+        early, late = (each["usage"] for each in job.told if each["number"] == number)
+        # The groups of the latest epoch end a moment late. Epochs that stayed would keep 40 times as many as one.
+        assert late["files"] <= early["files"] + 8
+        assert late["threads"] <= early["threads"] + 8
+        assert late["rss"] <= early["rss"] + 20e6  # an epoch that stayed would keep 8 MB of stack for each thread
+
+
+def test_members_without_a_keeper_raise_an_error():
+    with pytest.raises(RuntimeError, match=r"no keeper has started this process.*python -m par_groups\.elastic"):
+        Members({})
+
+
+def test_members_die_with_their_keeper_and_stopped_ones_too(tmp_path):
+    job = Job(tmp_path, "steps(4000)", "--ranks=2")
+    first, second = job.pid_of(0), job.pid_of(1)
+    os.kill(second, signal.SIGSTOP)
+    job.keepers[0].kill()
+    assert becomes_gone(first)
+    assert becomes_gone(second)
+    assert job.end() == [-9]
