@@ -19,7 +19,6 @@ from par_train.jobs.byte_gpt import fill_, make_gpt
 
 from ._cases import Case
 from ._training import (
-    BATCH,
     CLIP_NORM,
     CONTEXT,
     IN_LANES,
@@ -30,8 +29,8 @@ from ._training import (
     adamw,
     cut_by_documents,
     endless,
+    existing,
     gpt,
-    llama,
     loader,
     packed,
     summed,
@@ -43,6 +42,9 @@ LANES = LaneCounts(data=8)
 
 LAYER_LANES = LaneCounts(data=8, tensor=4, sequence=4)
 """The same, and four blocks of each sharded weight and of each sequence, also on ranks that have all of them."""
+
+IN_THREES = replace(LAYER_LANES, data=12)
+"""The same for three data ranks."""
 
 PRECISIONS = ("fp32", "bf16")
 SO_FAR = ("data", "pipeline", "tensor", "sequence", "expert")
@@ -66,6 +68,8 @@ def must_run(case: Case) -> bool:
 
 def lanes_of(case: Case) -> LaneCounts:
     """Return the lanes of a configuration: tensor lanes do not divide the packed model, and experts have none."""
+    if case.options["parallel"]["data"] == 3:
+        return IN_THREES
     return {"Packed": LaneCounts(data=8, sequence=4), "Mixture": LANES}.get(case.model, LAYER_LANES)
 
 
@@ -95,7 +99,7 @@ def one_device(
         whole = gpt(layers, blocks, tied=tied, experts=model == "Mixture", sizes=sizes)
         initialize(whole, SEED)
     else:
-        whole = llama(blocks, tied=tied, sizes=sizes)
+        whole = existing(model, blocks, tied=tied, sizes=sizes)
         if lanes.in_layers:
             layers.context.transformers_(whole)
             parallelize(whole, layers)
@@ -107,7 +111,7 @@ def one_device(
     for weight in weights.values():
         weight.data = weight.data.to(torch.bfloat16 if precision == "bf16" else torch.float32)
     GridHooks(whole, lanes.data)
-    data = ShardedDataLoader(loader(), rank=0, num_replicas=1, seed=SEED)
+    data = ShardedDataLoader(loader(lanes.data), rank=0, num_replicas=1, seed=SEED)
     data.device = torch.device(device)
     losses = RouterLosses(whole)
     batches, curve, scale = endless(data), Curve([], []), MARGIN * 2.0 ** round(math.log2(CONTEXT * lanes.data))
@@ -115,7 +119,7 @@ def one_device(
     for _ in range(steps):
         rows, total = next(batches), 0.0
         for lane in reversed(range(lanes.data)):
-            own = tuple(tensor[lane * BATCH // lanes.data : (lane + 1) * BATCH // lanes.data] for tensor in rows)
+            own = tuple(tensor[lane : lane + 1] for tensor in rows)
             mean, weight = lane_loss(whole, layers, own, model, cut)
             losses.scale = torch.tensor(weight / scale, dtype=torch.float64).to(mean.dtype)
             (mean * losses.scale).backward()

@@ -49,8 +49,8 @@ class Case:
         ranks: Of the world.
         options: Of the strategy, but for precision.
         tied: Whether the logits share the embedding's table.
-        model: "GPT", of the strategy's layers; "Llama", of transformers, as it is; "Packed", the GPT of `par-train
-            run` on rows of documents; or "Mixture", the GPT with a mixture of experts after each block.
+        model: "GPT", of the strategy's layers; "Llama" and "Qwen3", of transformers, as they are; "Packed", the GPT of
+            `par-train run` on rows of documents; or "Mixture", the GPT with a mixture of experts after each block.
         muon: Whether matrices are stepped as wholes.
     """
 

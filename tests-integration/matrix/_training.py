@@ -27,7 +27,7 @@ from ._cases import Case, case
 from ._muon import MuonAndMomentum
 
 try:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 except ImportError:  # the cells of a Llama are left out
     LlamaForCausalLM = None
 
@@ -52,6 +52,7 @@ IN_LANES = Sizes(128, 128, 128, 8, 32)
 BATCH, SAMPLES = 8, 44  # the last batch of an epoch is left out
 SEED, CLIP_NORM = 0, 0.5
 OURS = ("GPT", "Mixture")  # of the strategy's layers
+EXISTING = ("Llama", "Qwen3")  # of transformers, unchanged
 
 
 class Extent(NamedTuple):
@@ -144,10 +145,14 @@ def gpt(
     return nn.Sequential(nn.Sequential(first), *between, nn.Sequential(last))
 
 
-def llama(blocks: int, *, tied: bool = False, sizes: Sizes = SMALL) -> nn.Module:
+def existing(kind: str, blocks: int, *, tied: bool = False, sizes: Sizes = SMALL) -> nn.Module:
     """As transformers has it; each rank makes the whole one, with the same weights."""
     torch.manual_seed(SEED)
-    config = LlamaConfig(
+    make, make_config = {
+        "Llama": (LlamaForCausalLM, LlamaConfig),
+        "Qwen3": (Qwen3ForCausalLM, Qwen3Config),
+    }[kind]
+    config = make_config(
         vocab_size=sizes.vocabulary,
         hidden_size=sizes.width,
         intermediate_size=sizes.inner,
@@ -158,7 +163,7 @@ def llama(blocks: int, *, tied: bool = False, sizes: Sizes = SMALL) -> nn.Module
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=tied,
     )
-    return LlamaForCausalLM(config).train()
+    return make(config).train()
 
 
 DOCUMENTS = ((5, 2, 9), (16,), (1, 15), (1,) * 16, (8, 1, 7))
@@ -221,12 +226,16 @@ def warm_up(optimizer: torch.optim.Optimizer) -> LambdaLR:
     return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 8))
 
 
-def loader() -> DataLoader[Any]:
-    """Random tokens, whose targets are a function of them, so that there is something to learn."""
+def loader(rows: int = BATCH) -> DataLoader[Any]:
+    """Random tokens, whose targets are a function of them, so that there is something to learn.
+
+    Args:
+        rows: Of a batch.
+    """
     generator = torch.Generator().manual_seed(SEED)
     tokens = torch.randint(VOCABULARY, (SAMPLES, CONTEXT), generator=generator)
     targets = (5 * tokens + 3) % VOCABULARY
-    return DataLoader(TensorDataset(tokens, targets), batch_size=BATCH, shuffle=True, drop_last=True)
+    return DataLoader(TensorDataset(tokens, targets), batch_size=rows, shuffle=True, drop_last=True)
 
 
 def endless(batches: ShardedDataLoader) -> Iterator[Any]:
@@ -265,7 +274,7 @@ def train_alone(
     elif kind == "Packed":
         model = fill_(make_gpt(packed(blocks, tied=tied), layers), SEED)
     else:
-        model = llama(blocks, tied=tied)
+        model = existing(kind, blocks, tied=tied)
     model.to(device)
     optimizer: Any = adamw(model)
     scheduler: Any = warm_up(optimizer)
@@ -322,16 +331,19 @@ class Run:
             whole = self.packed(packed(blocks, tied=tied))
         else:
             ours = partial(gpt, strategy.layers, experts=model == "Mixture")
-            whole = (ours if model in OURS else llama)(blocks, tied=tied, sizes=self.sizes)
+            make = ours if model in OURS else partial(existing, model)
+            whole = make(blocks, tied=tied, sizes=self.sizes)
         optimizer = MuonAndMomentum(whole) if muon else adamw(whole)
+        lanes = strategy.options.canonical_lanes
+        rows = loader(BATCH if lanes is None else lanes.data)  # a lane has one row
         self.model, self.optimizer, batches, self.scheduler = strategy.initialize(
-            whole, optimizer, loader(), warm_up(optimizer)
+            whole, optimizer, rows, warm_up(optimizer)
         )
-        if model == "Llama":  # whose batches are dicts, which are cut when they are taken
+        if model in EXISTING:  # whose batches are dicts, which are cut when they are taken
             batches.transform = None
         if model == "Packed":
             batches.transform = cut_by_documents(strategy.context)
-        self.batches = map(as_batch, endless(batches)) if model == "Llama" else endless(batches)
+        self.batches = map(as_batch, endless(batches)) if model in EXISTING else endless(batches)
 
     def packed(self, options: ModelOptions) -> nn.Module:
         """The GPT of `par-train run`, or this rank's stages of it."""

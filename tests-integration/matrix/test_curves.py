@@ -6,7 +6,7 @@ import pytest
 
 from ._cases import SCHEDULES, case, cover, every_cell, zero_stages
 from ._results import note
-from ._training import LlamaForCausalLM, Run, one_process, strategy_of, tolerance
+from ._training import EXISTING, LlamaForCausalLM, Run, one_process, strategy_of, tolerance
 
 
 def pytest_generate_tests(metafunc):
@@ -17,7 +17,7 @@ def pytest_generate_tests(metafunc):
 
 def in_a_world_of_its_size(case, precision):
     marks = [pytest.mark.ranks(case.ranks, timeout=120)]
-    if case.model == "Llama":
+    if case.model in EXISTING:
         marks.append(pytest.mark.skipif(LlamaForCausalLM is None, reason="transformers is not installed"))
     return pytest.param(case, precision, id=f"{case.name}, {precision}", marks=marks)
 

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from par_layers.modes.lanes import SequenceLanes
+from par_testing import storm
 from par_train import Strategy
 
 from .test_canonical_tensor import SEQUENCE, TENSOR, assert_one_digest, digest, gpt, gpt2, llama, qwen
@@ -46,6 +47,16 @@ def test_two_sequence_ranks_have_the_bits_of_every_model(make, precision):
 @pytest.mark.parametrize("make", [llama, qwen, gpt])
 def test_four_ranks_with_sequence_lanes_have_one_digest(make, precision):
     assert_one_digest(cells_of(make, FOUR), make, precision=precision, lanes=LANES, steps=20)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("make", [gpt, storm(llama)])
+def test_run_that_resumes_on_other_sequence_ranks_has_the_same_bits(make, tmp_path):
+    """The scale of losses is saved: it may not depend on the number of ranks that return a criterion's result."""
+    expected = digest({}, make, lanes=LANES, steps=3)
+    for number, (first, then) in enumerate([({}, GATHER[2]), (GATHER[2], {})]):
+        digest(first, make, lanes=LANES, steps=2, save_to=tmp_path / str(number))
+        assert digest(then, make, lanes=LANES, steps=3, resume_from=tmp_path / str(number)) == expected
 
 
 @pytest.mark.storm

@@ -38,14 +38,20 @@ class TotalWeights(LossWeights):
         device: Device of the sums.
         losses: Number of losses of a step, over all data ranks.
         replicas: Number of data ranks.
+        parts: Number of these ranks that split each sample, and each have a loss of it.
         group: Ranks that agree on the scale of the first step, if losses have weights then.
     """
 
-    def __init__(self, device: torch.device, *, losses: int, replicas: int, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, device: torch.device, *, losses: int, replicas: int, parts: int, group: dist.ProcessGroup | None
+    ) -> None:
         super().__init__(device)
         self._losses, self._replicas, self._group = losses, replicas, group
+        # The losses of a sample's parts weigh 1 together, so that the scale, which a checkpoint stores, is the same for
+        # every number of parts. A power of two, as the number of parts is, changes no bit of a gradient.
+        self._weight = 1.0 / parts
         self.number = 0
-        self.expect(1.0)
+        self.expect(self._weight)
         self._initial: Tensor | None = self.typical
 
     def expect(self, weight: float) -> None:
@@ -56,19 +62,22 @@ class TotalWeights(LossWeights):
         """
         # The sum of all losses, so that gradients are near the mean's, well within the range of exact sums. A power of
         # two, so that it changes no bit of a gradient before the grid.
-        total = max(weight, 1.0) * self._losses
+        total = max(weight, self._weight) * self._losses
         self.typical = torch.full_like(self.typical, 2.0 ** round(math.log2(total)))
         self._initial = None
 
     def count(self, weight: float | Tensor | None) -> Tensor | None:
-        """Count a loss; without a weight it weighs 1. The first loss with a weight is collective over the group."""
+        """Count a loss; without a weight it weighs 1, or its part of 1.
+
+        The first loss with a weight is collective over the group.
+        """
         if weight is not None and self.typical is self._initial:
             first = torch.as_tensor(weight, dtype=torch.float64, device=self.typical.device).reshape(()).clone()
             if self._group is not None and dist.get_world_size(self._group) > 1:
                 dist.all_reduce(first, dist.ReduceOp.MAX, group=self._group)  # one fp64 number
             self.expect(float(first))
         self.number += 1
-        factor = super().count(1.0 if weight is None else weight)
+        factor = super().count(self._weight if weight is None else weight)
         return None if factor is None else factor / MARGIN
 
     def divide_(self, totals: Tensor) -> Tensor | None:
@@ -91,17 +100,19 @@ class ExactSums(StepSums):
     Args:
         losses: Number of losses of a step, over all data ranks, each with a backward pass of its own.
         replicas: Number of data ranks.
+        parts: Number of these ranks that split each sample, such as those of a sequence, and each have a loss of it. A
+            power of two.
 
     Raises:
         ValueError: The losses do not divide among the data ranks.
     """
 
-    def __init__(self, *, losses: int, replicas: int) -> None:
+    def __init__(self, *, losses: int, replicas: int, parts: int = 1) -> None:
         if losses < 1 or losses % replicas:
             raise ValueError(
                 f"{losses} losses a step do not divide among {replicas} data ranks; choose a multiple of {replicas}"
             )
-        self._losses, self._replicas = losses, replicas
+        self._losses, self._replicas, self._parts = losses, replicas, parts
         self._hooks: list[GridHooks] = []
 
     def attach(self, module: nn.Module) -> None:
@@ -112,7 +123,7 @@ class ExactSums(StepSums):
         """Let an optimizer of the attached modules sum exactly."""
         device = optimizer.scaling.loss_weights.typical.device
         optimizer.scaling.loss_weights = TotalWeights(
-            device, losses=self._losses, replicas=self._replicas, group=optimizer.group
+            device, losses=self._losses, replicas=self._replicas, parts=self._parts, group=optimizer.group
         )
         optimizer.sums = self
 

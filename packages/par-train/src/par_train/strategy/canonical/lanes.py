@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from par_groups import agree, splits_sequence
+from par_groups import agree
 from par_precision import TotalWeights
 
 from ..._torch_private import tree_leaves
@@ -30,6 +30,7 @@ class LaneExecution(Execution):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._fits = False  # a batch of fewer rows would have fewer lanes
+        self._copies = 1  # of a criterion's count, which each rank of a sequence returns for full rows
 
     def run(
         self, next_batch: Callable[[], Any], criterion: Criterion | None, *, forward_only: bool, **options: Any
@@ -38,18 +39,15 @@ class LaneExecution(Execution):
         optimizer = self._optimizer
         if not forward_only and optimizer is not None and optimizer.scaling.steps == 0:
             weights = optimizer.scaling.loss_weights
-            # The causal loss counts the labels of this rank's tokens. A criterion returns the same result on all ranks
-            # of a sequence, which add it up as often as they are.
-            counts_all = criterion is not None and splits_sequence(self._groups.topology)
-            ranks = self._groups.size("sequence") if counts_all else 1
-            next_batch = partial(self._expected, next_batch, weights, ranks)  # type: ignore[arg-type]
+            next_batch = partial(self._expected, next_batch, weights)  # type: ignore[arg-type]
+        self._copies = 1 if criterion is None else self._groups.size("sequence")
         return super().run(next_batch, criterion, forward_only=forward_only, **options)
 
-    def _expected(self, next_batch: Callable[[], Any], weights: TotalWeights, ranks: int) -> Any:
+    def _expected(self, next_batch: Callable[[], Any], weights: TotalWeights) -> Any:
         problem, ended, batch, items = None, False, None, 0
         try:
             batch = next_batch()
-            items = ranks * _items_of(batch) // self.pipeline.schedule.microbatches
+            items = _items_of(batch) // self.pipeline.schedule.microbatches
         except StopIteration:
             ended = True
         except Exception as error:  # of any kind: every rank raises what one rank has raised
@@ -58,6 +56,10 @@ class LaneExecution(Execution):
         if ended:
             raise StopIteration
         return batch
+
+    def _scaled(self, loss: Tensor, weight: Tensor | None) -> Tensor:
+        # The optimizer adds up the weights of all ranks of a sequence. The causal loss counts a rank's own labels.
+        return super()._scaled(loss, None if weight is None else weight / self._copies)
 
     def _weigh(self, target: Any) -> float:
         self._weights.append(float(rows_of(target) or 1))

@@ -41,7 +41,7 @@ class GridPlugin(Plugin):
         parts = strategy.context.ranks
         assert isinstance(strategy.randomness, LaneRandomness)  # noqa: S101 - as `Strategy` has made it
         strategy.randomness.attach(model, first_lane=strategy.groups.rank(strategy.data_axes) * self._lanes)
-        self.sums = ExactSums(losses=lanes.data * parts, replicas=replicas * parts)
+        self.sums = ExactSums(losses=lanes.data * parts, replicas=replicas * parts, parts=parts)
         self.sums.attach(model)
         return model
 
