@@ -23,8 +23,8 @@ from .arguments import (
 )
 from .balance import CAUSAL, SPLITS, cut_tokens
 from .exchange import all_highest, all_sum, all_tokens
-from .existing.decoders import check_decoder
-from .existing.transformers import local_batch, prepare, whole_batch
+from .existing.recurrent import RecurrentLayer, carry
+from .existing.transformers import attend, check, local_batch, whole_batch
 from .kernels.choose import check_kernel
 from .mask import Mask
 from .modes.attention import PLANS, SequenceAttention, name_of
@@ -362,11 +362,15 @@ class Context:
 
         Raises:
             ValueError: The model is no such decoder. Or its attention cannot be replaced or caps its scores (Gemma 2),
-                it adds a loss of its routers, or a layer carries state along the sequence, such as a state-space layer
-                or a convolution. A later call raises for masks that depend on data, tokens in a
-                cache, dropout, and tensors that this attention would ignore.
+                or it adds a loss of its routers. Or a layer reads other tokens and cannot continue from a state, or the
+                split gives a recurrent layer tokens that are not consecutive. A later call raises for masks that depend
+                on data, tokens in a cache, dropout, and tensors that this attention would ignore.
         """
-        prepare(model, self, self._highest)
+        recurrent = self._check_transformers(model)
+        if recurrent:
+            self.how = "contiguous"
+        attend(model, self, self._highest)
+        carry(model, recurrent, name_of(self._groups, self.axis), self.rank)
         return model
 
     def check_transformers(self, model: nn.Module) -> None:
@@ -378,7 +382,17 @@ class Context:
         Raises:
             ValueError: The model is not supported, as in `transformers_`.
         """
-        check_decoder(model)
+        self._check_transformers(model)
+
+    def _check_transformers(self, model: nn.Module) -> list[RecurrentLayer]:
+        """Return the recurrent layers of a model that the context supports, or raise as `transformers_`."""
+        recurrent = check(model)
+        if recurrent and self.how not in {"auto", "contiguous"}:
+            raise ValueError(
+                f"split={self.how!r}: {recurrent[0].name} passes its state from each rank to the next, so each rank "
+                "must hold consecutive tokens; use split='contiguous'"
+            )
+        return recurrent
 
     def check_heads(self, heads: int) -> None:
         """Raise if this mode cannot compute attention with a number of heads; no communication.

@@ -1,4 +1,5 @@
 """Context parallelism of Hugging Face Transformers decoders, whose code stays unchanged.
 
-decoders (which models are supported; changes nothing) -> transformers (their attention and batches become a context's).
+decoders and trial (which models are supported; both change nothing) -> transformers (attention and batches become a
+context's) and recurrent (recurrent layers continue from the states of the rank on the left) -> states, handover.
 """

@@ -12,19 +12,6 @@ from torch import Tensor, nn
 OF_ROWS = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction", "ForPreTraining")
 """Parts of the names of models whose head reads one token of a sequence. Other ranks do not hold that token."""
 
-CARRY = (
-    "Mamba",
-    "LinearAttention",
-    "Lightning",
-    "GatedDelta",
-    "ShortConv",
-    "RWKV",
-    "Rwkv",
-    "RecurrentBlock",
-    "CrossAttention",
-)
-"""Parts of the names of layers that carry state along the sequence, or attend to another sequence."""
-
 
 def check_decoder(model: nn.Module) -> None:
     """Raise unless a context can compute the attention of a model. Changes nothing.
@@ -34,9 +21,9 @@ def check_decoder(model: nn.Module) -> None:
 
     Raises:
         ValueError: The model is no Transformers decoder, or its attention cannot be replaced. Or it takes no
-            position_ids, or counts positions from a number other than 0. Or a layer carries state along the sequence,
-            caps attention scores, computes with masks, or passes no keyword arguments to its attention. Or its head
-            reads one token of a sequence, or its loss has a term that is not a sum over tokens.
+            position_ids, or counts positions from a number other than 0. Or a layer caps attention scores, computes
+            with masks, or passes no keyword arguments to its attention. Or its head reads one token of a sequence, or
+            its loss has a term that is not a sum over tokens.
     """
     import transformers  # noqa: PLC0415 - slow to import, and needed by nobody else
 
@@ -51,11 +38,6 @@ def check_decoder(model: nn.Module) -> None:
         )
     for name, module in model.named_modules():
         kind = type(module).__name__
-        if isinstance(module, nn.Conv1d | nn.Conv2d | nn.LSTM | nn.GRU) or any(part in kind for part in CARRY):
-            raise ValueError(
-                f"{name or type(model).__name__} is {kind}, which reads other tokens than attention does; its sequence "
-                "cannot be cut"
-            )
         if getattr(getattr(module, "position_embeddings", None), "padding_idx", None) is not None:
             raise ValueError(
                 f"{name or kind} has a position of padding and counts from behind it, as RoBERTa does, and cut tokens "

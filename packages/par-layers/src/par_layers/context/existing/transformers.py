@@ -20,6 +20,8 @@ from ..._torch_private import apart, assert_async
 from ..mask import Mask
 from ..tokens import Documents, Tokens
 from .decoders import check_decoder, check_outputs, fixed
+from .recurrent import RecurrentLayer
+from .trial import recurrent_layers
 
 NAME = "par_context"
 """What the attention is called in transformers' registries, and the attribute of modules that has their context."""
@@ -36,20 +38,32 @@ KNOWN = frozenset({"position_ids", "cache_position", "labels", "shift_labels", "
 """Tensors that models hand to attention among other keywords, and that are not for it."""
 
 
-def prepare(model: nn.Module, context: object, highest: Callable[[Tensor], Tensor]) -> None:
-    """Let the attention of a model be computed by a context.
+def check(model: nn.Module) -> list[RecurrentLayer]:
+    """Raise unless a context can compute a model; return its recurrent layers. Changes nothing; no communication.
 
     Args:
-        model: A decoder of transformers.
-        context: The `Context`.
-        highest: The highest number of a tensor over all ranks of the sequence.
+        model: A decoder of Hugging Face Transformers.
 
     Raises:
-        ValueError: As `check_decoder`.
+        ValueError: As `check_decoder` and `recurrent_layers`.
+    """
+    check_decoder(model)
+    return recurrent_layers(model, partial(attend, highest=lambda x: x.max()))
+
+
+def attend(model: nn.Module, context: object, highest: Callable[[Tensor], Tensor]) -> None:
+    """Let the attention of a model be computed by a context, in place.
+
+    Args:
+        model: A decoder of Hugging Face Transformers that `check` accepts.
+        context: The `Context`.
+        highest: Function that returns the highest number of a tensor over all ranks of the sequence.
+
+    Raises:
+        ValueError: The model does not let its attention be replaced.
     """
     import transformers  # noqa: PLC0415 - slow to import, and needed by nobody else
 
-    check_decoder(model)
     decoder: Any = model
     transformers.AttentionInterface.register(NAME, _attention)
     transformers.AttentionMaskInterface.register(NAME, _mask)
