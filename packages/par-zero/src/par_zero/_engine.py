@@ -37,7 +37,7 @@ from .reduce.sections import SectionProgram
 from .residency.count import count
 from .residency.table import Residency
 from .watch.calls import RESET
-from .watch.outputs import computed
+from .watch.outputs import call_at_backward, computed
 
 
 class Engine:
@@ -296,8 +296,7 @@ class Engine:
                 "would spoil the next; call par_zero.reset(module) after an exception in forward or backward"
             )
         if tensors and torch.is_grad_enabled():
-            # The loss need not depend on every output, so the first gradient of any output begins the pass.
-            torch.autograd.graph.register_multi_grad_hook(tensors, self._reducer.start, mode="any")
+            call_at_backward(tensors, self._reducer.start)
 
 
 def _book_of(

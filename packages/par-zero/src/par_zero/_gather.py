@@ -26,11 +26,10 @@ from ._torch_private import compiles_frames, is_in_torch_func, skip_frame, witho
 from ._unit import Unit, UnitState
 from .layout.meter import Meter
 from .programs.agreement import PassEnd
-from .programs.book import PassKind
 from .programs.entries import BACKWARD, FORWARD, RECOMPUTE, PassEvent
 from .programs.executor import Executor
 from .reduce.reducer import Reducer
-from .watch.outputs import SideOutputs, computed, hook_, output_tensors
+from .watch.outputs import SideOutputs, call_at_backward, computed, hook_, output_tensors
 
 
 class Gatherer:
@@ -197,14 +196,8 @@ class Gatherer:
             self._refuse_autocast()
         if unit.chunks:
             op: Literal["F", "R"] = RECOMPUTE if self._in_backward else FORWARD
-            self._meet(PassEvent(op, unit.number, self._keepers > 0))
+            self.executor.meet(PassEvent(op, unit.number, self._keepers > 0), in_backward=self._in_backward)
         unit.show()
-
-    def _meet(self, event: PassEvent) -> None:
-        """Report an event to the executor, which gathers its unit."""
-        without = "forward" if torch.is_grad_enabled() else "evaluation"
-        kind = PassKind("backward" if self._in_backward else without, event.keeps)
-        self.executor.meet(event, kind, in_backward=self._in_backward)
 
     def _refuse_autocast(self) -> None:
         """Raise if autocast would cast parameters in forward.
@@ -296,11 +289,10 @@ class Gatherer:
         if not tensors and next(output_tensors(output), None) is None and sys.exception() is None:
             self._keep_opaque(units, output)
         if tensors:
-            # mode="any": backward needs the parameters as soon as the first gradient of an output arrives.
             mark = self._marks.setdefault(tensors[0], object())
             for unit in units:
-                before = partial(self._before_backward, unit, mark)
-                torch.autograd.graph.register_multi_grad_hook(tensors, before, mode="any")
+                # Backward needs the parameters as soon as the first gradient of an output arrives.
+                call_at_backward(tensors, partial(self._before_backward, unit, mark))
 
     def _keep_opaque(self, units: Sequence[Unit], output: Any) -> None:
         """Keep units gathered to the end of backward if no tensor was found in their output.
@@ -331,7 +323,7 @@ class Gatherer:
         self._reducer.start()
         self.executor.begin_unit_backward(unit, mark, graphed=self._graphed)
         if unit.chunks:
-            self._meet(PassEvent(BACKWARD, unit.number, self._keepers > 0))
+            self.executor.meet(PassEvent(BACKWARD, unit.number, self._keepers > 0), in_backward=True)
         unit.show()
 
     def _end_backward(self, *, reduced: bool) -> None:

@@ -191,6 +191,19 @@ def skip_frame(function: F) -> F:
     return skip(function)
 
 
+def uncompiled(function: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that torch.compile compiles neither, nor the functions that it calls.
+
+    `torch.compiler.disable` does the same, and costs more than most hooks in a program that compiles nothing.
+    """
+    disabled = torch.compiler.disable(function)
+
+    def call(*args: Any, **keywords: Any) -> None:
+        (function if compiles_frames() is None else disabled)(*args, **keywords)
+
+    return skip_frame(call)
+
+
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return a module's dictionary of its own parameters, without its children's.
 

@@ -160,8 +160,9 @@ class Unit:
 
     def wait(self) -> None:
         """Wait until the all-gathers in flight have filled the memory."""
-        self._wait_for(self._handles)
-        self._handles.clear()
+        if self._handles:
+            self._wait_for(self._handles)
+            self._handles.clear()
         if self.state is UnitState.ARRIVING:
             self.state = UnitState.HIDDEN
 

@@ -119,13 +119,21 @@ class Chunk:
         """First element of this rank's shard, and the last plus one."""
         return self.layout.share(self.groups.rank)
 
+    # Both lists of views are made once, because a step at stage 3 shows them several times. They survive `resize_`,
+    # which frees memory within a storage.
+
     @cached_property
-    def _slots_in_share(self) -> list[tuple[int, int]]:
-        """First element of each parameter in this rank's shard, and the last plus one; nothing if it lies outside."""
+    def whole_views(self) -> list[torch.Tensor]:
+        """Views of `flat`: the full values of each parameter, in its shape."""
+        return list(self.views(self.flat))
+
+    @cached_property
+    def _parts(self) -> list[torch.Tensor]:
+        """Views of `own`: the elements of each parameter in this rank's shard, flat; empty if it lies outside."""
         low, high = self.share
         firsts = [min(max(start, low), high) for start, _ in self.layout.slots]
         return [
-            (first - low, max(first, min(stop, high)) - low)
+            self.own[first - low : max(first, min(stop, high)) - low]
             for first, (_, stop) in zip(firsts, self.layout.slots, strict=True)
         ]
 
@@ -187,6 +195,7 @@ class Chunk:
             # Without a copy of its own, the optimizer steps the moved shard itself.
             self.master, self.elsewhere = place, dict(parts)
         self.own = place
+        del self._parts
         attributes.LABEL.set(self.own, self.label)
         self.show_share()
 
@@ -230,7 +239,7 @@ class Chunk:
 
     def show_whole(self) -> None:
         """Make the parameters views of `flat`, which must have memory."""
-        for parameter, view in zip(self.parameters, self.views(self.flat), strict=True):
+        for parameter, view in zip(self.parameters, self.whole_views, strict=True):
             # A freed parameter accepts only this rank's shard as its data, so its class changes first.
             kind: type = type(parameter)
             if kind is FreedParameter:
@@ -250,17 +259,16 @@ class Chunk:
 
     def show_share(self) -> None:
         """Make the parameters flat views of this rank's shard in `own`. Stage 3 only."""
-        own, alias = self.own, attributes.HAS_ALIAS.name
+        alias = attributes.HAS_ALIAS.name
         # If a parameter changed its device, torch would replace the node that accumulates its gradient, and the graph
         # of a pass would have several of them. So the parameter stays on its device, and refers to its shard.
-        nothing = own.new_empty(0, device=self.device) if self.is_on_host else None
-        for parameter, (first, end) in zip(self.parameters, self._slots_in_share, strict=True):
+        nothing = self.own.new_empty(0, device=self.device) if self.is_on_host else None
+        for parameter, part in zip(self.parameters, self._parts, strict=True):
             kind: type = type(parameter)
             if kind is FreedParameter:
                 parameter.__class__ = nn.Parameter
             elif kind is WatchedWeight:
                 parameter.__dict__.pop(alias, None)
-            part = own[first:end]
             _set_data(parameter, part if nothing is None else nothing)
             # A subclass of the user's may have operations of its own, so its class does not change.
             if kind in _OWN_CLASSES:

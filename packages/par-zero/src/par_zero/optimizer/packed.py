@@ -50,7 +50,7 @@ class PackedParameters:
         # Comparing memory instead of identity accepts a parameter that another object replaces for a time.
         places_of_module = {_place(parameter) for parameter in self._module.parameters()}
         for chunk in self._chunks:
-            places = chunk.views(chunk.flat) if whole else chunk.parameters
+            places = chunk.whole_views if whole else chunk.parameters
             for member, place in zip(chunk.members, places, strict=True):
                 mine = member.parameter
                 moved = mine.data_ptr() != place.data_ptr() or mine.dtype != place.dtype

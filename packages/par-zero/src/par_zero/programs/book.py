@@ -36,7 +36,6 @@ class Pass:
     Attributes:
         at: Number of program segments that were executed.
         trace: Events so far on this rank.
-        digest: Digest of the trace, 32 bits.
         shared: Events that are equal on all ranks, because all ranks have gathered a unit for them.
         begun: Numbers of the units whose backward has begun.
         kept: Numbers of the units that stay gathered until their backward.
@@ -47,15 +46,17 @@ class Pass:
     program: PassProgram | None
     at: int = 0
     trace: list[PassEvent] = field(default_factory=list)
-    digest: int = 0
     shared: list[PassEvent] = field(default_factory=list)
     begun: list[int] = field(default_factory=list)
     kept: set[int] = field(default_factory=set)
 
-    def record(self, event: PassEvent) -> None:
-        """Record an event of this rank."""
-        self.trace.append(event)
-        self.digest = event.extend(self.digest)
+    @property
+    def digest(self) -> int:
+        """Digest of the trace, 32 bits."""
+        # Nearly every pass has exactly the events of its program, whose digest is computed once.
+        if self.program is not None and self.program.trace == tuple(self.trace):
+            return self.program.digest
+        return digest_of(self.trace)
 
     def leave_program(self) -> None:
         """Continue without the program, if there is one. Its events were equal on all ranks."""
@@ -135,7 +136,7 @@ class PassBook:
         return place_reductions(program, self._outer, self._chunks)
 
     def note(self, current: Pass, event: PassEvent, place: int | None, units: Sequence[Unit]) -> None:
-        """Record an event and the units that it needs. `Pass.record` has recorded all that this book needs.
+        """Record an event and the units that it needs. This book needs no more than the trace of the pass.
 
         Args:
             current: Pass in progress.

@@ -33,14 +33,6 @@ class PassEvent(NamedTuple):
         """Kind of this event in a placement trace. A recomputation counts as backward."""
         return "forward" if self.op == FORWARD else "backward"
 
-    def extend(self, digest: int) -> int:
-        """Return the digest of a trace with this event appended.
-
-        Args:
-            digest: Digest of the trace before, 32 bits. The empty trace has 0.
-        """
-        return crc32(b"%c%d%d" % (ord(self.op), self.unit, self.keeps), digest)
-
 
 class PassAction(NamedTuple):
     """An action of par-zero on a unit or a chunk.
@@ -72,10 +64,15 @@ class PassProgram:
 
     segments: tuple[PassSegment, ...]
 
-    @property
+    @cached_property
     def trace(self) -> tuple[PassEvent, ...]:
         """Events without their actions."""
         return tuple(segment.event for segment in self.segments)
+
+    @cached_property
+    def digest(self) -> int:
+        """Digest of the trace, 32 bits."""
+        return digest_of(self.trace)
 
     @cached_property
     def reductions(self) -> tuple[tuple[int, ...], ...]:
@@ -85,7 +82,4 @@ class PassProgram:
 
 def digest_of(trace: Iterable[PassEvent]) -> int:
     """Return a 32-bit digest of a trace."""
-    digest = 0
-    for event in trace:
-        digest = event.extend(digest)
-    return digest
+    return crc32("".join(f"{event.op}{event.unit}{event.keeps:d}" for event in trace).encode())

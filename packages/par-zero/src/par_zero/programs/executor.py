@@ -30,12 +30,14 @@ how many chunks have all their gradients. All ranks then begin those that are re
 from collections.abc import Callable, Sequence
 from itertools import chain
 
+import torch
+
 from .._unit import Unit
 from ..reduce.reducer import Reducer
 from .agreement import Agreement, PassEnd
 from .book import Pass, PassBook, PassKind
 from .compiler import ROOT, find_event, over_at
-from .entries import BACKWARD, EVENT_NAMES, PassAction, PassEvent, PassSegment
+from .entries import BACKWARD, EVENT_NAMES, PassAction, PassEvent
 
 _BEGINS = {
     "forward": "begins a forward",
@@ -115,30 +117,31 @@ class Executor:
         self._together = {*self._together, unit.number} if mark is self._mark else {unit.number}
         self._mark, self._graphed = mark, graphed
 
-    def meet(self, event: PassEvent, kind: PassKind, *, in_backward: bool) -> None:
+    def meet(self, event: PassEvent, *, in_backward: bool) -> None:
         """Execute the program up to an event. Afterwards the unit of the event is gathered.
 
         Args:
             event: Event that happens on this rank.
-            kind: Kind of the pass, which is used if the pass begins with this event.
             in_backward: Whether the pass has reached its backward.
 
         Raises:
             RuntimeError: The ranks need different units that are in no program. All ranks raise.
         """
-        current = self._pass or self._begin_pass(kind)
+        current = self._pass or self._begin_pass(event, in_backward=in_backward)
         unit = self._units[event.unit]
-        current.record(event)
+        current.trace.append(event)
         segments = () if current.program is None else current.program.segments
         if in_backward:
             self._reducer.begin()  # chunks that were due before, and whose last gradients have arrived since
         place = find_event(segments, event, current.at)
-        if place is not None:
-            self._follow(current, segments[:place])
-        self._free_late(current)
+        if place is not None and place > current.at:
+            self._follow(current, place)
+        if self._late:
+            self._free_late(current)
         if place is not None:
             current.at = place + 1
-            self._act(current, segments[place].actions)
+            if actions := segments[place].actions:
+                self._act(current, actions)
             if in_backward:
                 self._allow_early(current)
         elif current.program is None:
@@ -164,7 +167,7 @@ class Executor:
     def finish_program(self) -> None:
         """Execute the rest of the program, which other ranks may need even if this rank does not."""
         if self._pass is not None and self._pass.program is not None:
-            self._follow(self._pass, self._pass.program.segments)
+            self._follow(self._pass)
             # Before the comparison: a rank that departs has begun these, too. Without a program, no rank begins any
             # reduction before all ranks are known to end backward.
             self._reducer.reduce_rest()
@@ -231,7 +234,9 @@ class Executor:
         self._late.clear()
         self._book.forget()
 
-    def _begin_pass(self, kind: PassKind) -> Pass:
+    def _begin_pass(self, event: PassEvent, *, in_backward: bool) -> Pass:
+        forward = "forward" if torch.is_grad_enabled() else "evaluation"
+        kind = PassKind("backward" if in_backward else forward, event.keeps)
         # The step has more passes than its program. All ranks count the same passes, so all free their units here.
         if self._book.is_over:
             for unit in self._units:
@@ -249,23 +254,22 @@ class Executor:
         current = self._pass
         if current is not None and current.program is not None:
             self._reducer.order.early = ()
-            self._follow(current, current.program.segments, self._reducer.begin_failed)
+            self._follow(current, reduce=self._reducer.begin_failed)
             # Another rank begins the chunks that follow no program before its comparison, too, and may wait for them.
             if current.kind.begins_with != "evaluation":
                 self._reducer.begin_failed(None)
         self._agreement.fail()
 
-    def _follow(
-        self, current: Pass, segments: Sequence[PassSegment], reduce: Callable[[int], None] | None = None
-    ) -> None:
+    def _follow(self, current: Pass, stop: int | None = None, *, reduce: Callable[[int], None] | None = None) -> None:
         """Execute the actions of segments that this rank skips, for the other ranks.
 
         Args:
             current: Pass in progress.
-            segments: Segments of its program, up to the last one to execute.
+            stop: Index of the first segment that is not skipped. Default: all segments are.
             reduce: Function that is called in place of `Reducer.reduce`. Default: none.
         """
-        for place in range(current.at, len(segments)):
+        segments = () if current.program is None else current.program.segments
+        for place in range(current.at, len(segments) if stop is None else stop):
             current.at = place + 1
             self._act(current, segments[place].actions, reduce)
 
@@ -284,10 +288,10 @@ class Executor:
         self._reducer.order.early = ()
         # Without a bound no rank waits for a reduction before its pass ends. An evaluation reduces nothing.
         if current.kind.begins_with != "evaluation" and self._reducer.is_bounded:
-            self._follow(current, current.program.segments, self._reducer.begin_empty)
+            self._follow(current, reduce=self._reducer.begin_empty)
             self._reducer.begin_empty(None)
         else:
-            self._follow(current, current.program.segments, lambda _: None)
+            self._follow(current, reduce=lambda _: None)
             self._reducer.hold()
         current.leave_program()
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from ..layout.chunk import Chunk
 from ..layout.units import owners, sections
-from ..watch.outputs import computed
+from ..watch.outputs import call_at_backward, computed
 from .order import LearnedOrder
 from .reducer import Reducer
 
@@ -69,7 +69,7 @@ class SectionProgram:
         """Record that a section ends, and hook the gradient of its output, with which its backward begins."""
         tensors = computed(output) if torch.is_grad_enabled() else []
         if tensors:
-            torch.autograd.graph.register_multi_grad_hook(tensors, partial(self._before_backward, number), mode="any")
+            call_at_backward(tensors, partial(self._before_backward, number))
         if self._in_backward:
             self._unrecorded[number] = max(0, self._unrecorded[number] - 1)
         elif self._is_training and not torch.is_grad_enabled():

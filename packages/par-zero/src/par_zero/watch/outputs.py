@@ -1,6 +1,6 @@
 """The tensors in the outputs of modules. The gradient of such a tensor marks the beginning of a call's backward."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from par_groups import slotted_attributes
 
-from .._torch_private import tree_leaves
+from .._torch_private import tree_leaves, uncompiled
 
 _CLOSED = (
     *(str, bytes, int, float, complex, torch.dtype, torch.device),
@@ -34,8 +34,8 @@ def hook_(
         The handles that remove the two hooks.
     """
     return (
-        module.register_forward_pre_hook(torch.compiler.disable(before)),
-        module.register_forward_hook(torch.compiler.disable(after), always_call=True),
+        module.register_forward_pre_hook(uncompiled(before)),
+        module.register_forward_hook(uncompiled(after), always_call=True),
     )
 
 
@@ -65,6 +65,21 @@ def output_tensors(output: Any, seen: set[int] | None = None) -> Iterator[torch.
     seen.add(id(output))
     for part in _parts_of(output):
         yield from output_tensors(part, seen)
+
+
+def call_at_backward(tensors: Sequence[torch.Tensor], call: Callable[[torch.Tensor], None]) -> None:
+    """Call a function with the first gradient that arrives for any of some tensors, once in each backward pass.
+
+    Args:
+        tensors: Tensors, which are no leaves.
+        call: Function, which returns None.
+    """
+    # The loss need not depend on every tensor. torch's hook of several tensors takes ten times as long to register, and
+    # almost every module returns one.
+    if len(tensors) == 1:
+        tensors[0].register_hook(call)
+    else:
+        torch.autograd.graph.register_multi_grad_hook(tensors, call, mode="any")
 
 
 class SideOutputs:
