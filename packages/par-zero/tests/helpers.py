@@ -33,7 +33,15 @@ def _check_program(record):
     assert held == dict(counted), f"{found}\nends with {held}, counted {dict(counted)}"
     peak = sum(fullest.values())
     assert peak == sum(found.peak().values()), f"{found}\nis fullest with {found.peak()}, counted {dict(fullest)}"
+    _check_storages(record.engine(), found, held)
     _check_prediction(record, found, peak)
+
+
+def _check_storages(engine, found, held):
+    """That the ledger's bytes at the end of a step are those of the storages that exist."""
+    now = engine.residency().now["device"]
+    there = {kind: now[kind] for kind in held}
+    assert there == held, f"{found}\nends with {held}, storages have {there}"
 
 
 def _check_prediction(record, found, peak):
@@ -94,6 +102,7 @@ def _watch_predicted(engine, parameters, watch=Engine.watch):
     watch(engine, parameters)
     record = engine._program
     record.chunks, record.predicted = engine._chunks, None
+    record.engine = weakref.ref(engine)
     record.disk_errors = engine._hooks.disk_tier and engine._hooks.disk_tier.errors
     record.is_predicted = engine._steps is None and engine._sections is None
 
