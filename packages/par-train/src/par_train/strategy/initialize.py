@@ -80,6 +80,7 @@ def check_objects(
                 replica_group=groups[axes] if is_broadcast else None,
                 data_group=groups[strategy.data_axes] if replicas > 1 else None,
                 worker_signals=signals,
+                uneven=strategy.options.uneven_batches,
             )
             receives = is_broadcast and groups.rank(axes) > 0
             orders.append("" if receives else loaders[id(given)].hash_order())

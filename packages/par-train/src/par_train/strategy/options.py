@@ -83,6 +83,8 @@ class StrategyOptions:
         broadcast_batches: Whether one rank of each replica reads a data loader and broadcasts its batches to the
             replica's tensor, sequence and pipeline ranks, which must then take batches together. If False, every rank
             reads for itself.
+        uneven_batches: Whether the batch of a data loader need not divide by the data ranks. Ranks then get numbers of
+            samples that differ by at most one, and the loop must pass its samples to `backward` as `weight`.
 
     Raises:
         ValueError, TypeError: An option has a wrong value, or two options contradict each other.
@@ -102,6 +104,7 @@ class StrategyOptions:
     numerics: Literal["ordinary", "canonical"] = "ordinary"
     lanes: int | Mapping[str, int] | LaneCounts | None = None
     broadcast_batches: bool = True
+    uneven_batches: bool = False
 
     def __post_init__(self) -> None:
         for name, given in (("plugins", self.plugins), ("gradient_handlers", self.gradient_handlers)):
@@ -115,8 +118,9 @@ class StrategyOptions:
                 raise ValueError(f"zero[{key!r}]: par_zero.shard has no such option; use one of {', '.join(_ZERO)}")
         if self.stage not in (0, 1, 2, 3):
             raise ValueError(f"zero={self.stage!r}: it must be 0, 1, 2 or 3; pass one of these")
-        if not isinstance(self.broadcast_batches, bool):
-            raise TypeError(f"broadcast_batches={self.broadcast_batches!r}: it must be a bool; pass True or False")
+        for name in ("broadcast_batches", "uneven_batches"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name}={getattr(self, name)!r}: it must be a bool; pass True or False")
         # The strategy weighs microbatches and ties parameters itself; a second rule would contradict it.
         own = sorted({"loss_fn", "weight", "shared"} & set(self.pipeline_keywords))
         if own:
