@@ -224,7 +224,10 @@ def test_thirteen_billion_parameters_on_one_device_take_a_part_of_their_state_to
     assert shape.parameters == pytest.approx(13e9, rel=0.01)
     both = Machine(memory=149e9, tiers=OffloadTiers(host_memory=137e9), devices_per_node=1)
     assert not search_configurations(shape, 1, job, Machine(memory=149e9, devices_per_node=1)).best
-    found = search_configurations(shape, 1, job, both).best[0]
+    best = search_configurations(shape, 1, job, both).best[0]
+    gathered = replace(job, zero=3)  # where parameters are on the host, and layers are recomputed
+    found, problem = cheapest(Predictor(shape, best.topology, gathered, both), gathered)
+    assert problem is None
     assert 0.4 < found.job.host < 0.64
     assert (found.job.parameters_host, found.job.disk, found.binds(both)) == (1, 0, "device")
     whole = replace(job, microbatches=8)  # at stage 0, where parameters stay
@@ -232,7 +235,7 @@ def test_thirteen_billion_parameters_on_one_device_take_a_part_of_their_state_to
     assert problem is None
     assert 0.47 < kept.job.host < 0.64
     assert (kept.job.recompute, kept.job.disk, kept.binds(both)) == ("", 0, "device")
-    assert kept.seconds > found.seconds
+    assert best.seconds == min(kept.seconds, found.seconds)
     for host in (0.0, 1.0):  # all of the optimizer's state on the device, or all of it on the host
         assert not predict(shape, kept.topology, replace(kept.job, host=host), both).fits(both)
 

@@ -255,13 +255,18 @@ def _seconds_away(away: OffloadedState, job: TrainingJob, machine: Machine, worl
     into = max(0.0, away.elements - away.parameters) * numbers.weight / machine.tiers.link
     fetch_link = away.parameters * numbers.weight / machine.tiers.link
     # Backward reduces the gradients of the first unit last. Their copy to the host precedes the step of any unit, and
-    # on a slow link it waits for the copies of all other units, which begin after the backward of the last unit.
-    backward = compute * 2 / 3
-    after = max(out / away.units, out - backward * (away.units - 1) / away.units)
-    # Units of one size pass through these stages one after the other. The slowest stage is never idle, from the arrival
-    # of the first unit until the last one leaves it.
-    stages = disk + fetch, host, into + fetch_link, forward
-    step = after + (sum(stages) + (away.units - 1) * max(stages)) / away.units
+    # on a slow link it waits for the copies of all other units, which begin after the backward of the last unit. At
+    # stage 3 two reductions are in flight, and their copies wait for the gradients of one more unit.
+    backward, late = compute * 2 / 3, min(3 if job.zero == 3 else 1, away.units)
+    after = max(out * late / away.units, out - backward * (away.units - late) / away.units)
+    # Units of one size pass through these stages one after the other, and then run. The slowest stage is never idle,
+    # from the arrival of the first unit until the last one leaves it.
+    stages = (disk + fetch) / away.units, host / away.units, (into + fetch_link) / away.units
+    arrived, slowest, runs = after + sum(stages), max(stages), forward / away.units
+    # At stage 3 the program gathers a unit before the unit in front of it runs, so that one waits for both.
+    ahead = min(job.zero == 3, away.units - 1)
+    behind = away.units - 1 - ahead
+    step = arrived + ahead * slowest + max(behind * slowest + (1 + ahead) * runs, away.units * runs)
     return max(0.0, step - forward) + max(0.0, max(fetch, fetch_link) - compute * 2 / 3)
 
 
