@@ -7,7 +7,20 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from par_testing import for_each, storm
-from par_zero import no_sync, reset, shard, summon
+from par_zero import (
+    Offload,
+    disk_usage,
+    no_sync,
+    predict_step,
+    program,
+    reload_state,
+    reset,
+    residency,
+    shard,
+    summon,
+    sync_module_states_,
+    trace,
+)
 
 from .helpers import adamw, assert_same, batch, deferred, loss_of, sharded, train, whole
 
@@ -148,3 +161,25 @@ def test_compiled_wrapper_has_the_functions_of_its_module(stage):
     compiled.zero_grad()
     reset(compiled)
     assert isinstance(module, nn.Module)
+
+
+@for_each(stage=(0, 3), wrapped_first=(True, False))
+@pytest.mark.ranks(1)
+def test_compiled_wrapper_reports_what_its_module_reports(stage, wrapped_first, tmp_path):
+    """The names and bytes of a wrapped module are those of the module, wherever it is wrapped."""
+
+    def reports(wrap):
+        module = nn.Sequential(*blocks(depth=3)[1:])
+        module = wrap(module) if wrapped_first else module
+        sync_module_states_(module, group=dist.group.WORLD)
+        optimizer = adamw(module.parameters())
+        found = [predict_step(module, optimizer, stage=stage, ranks=1).program]
+        offload = Offload(optimizer="disk", path=tmp_path, budget="1MB" if stage == 3 else None)
+        shard(module, optimizer, stage=stage, group=dist.group.WORLD, overlap={"bucket": 1}, offload=offload)
+        module = module if wrapped_first else wrap(module)
+        for step in range(2):
+            train(module, optimizer, [[batch(step, width=8)]])
+        found += [program(module), residency(module), disk_usage(module).pieces, reload_state(module, 10**6)]
+        return [*found, trace(module)]
+
+    assert reports(lambda module: torch.compile(module, backend="eager")) == reports(lambda module: module)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import Collective, backend_of, check_collectives, has_stepped
+from par_groups import Collective, backend_of, check_collectives, has_stepped, original_name
 
 from .._param_groups import ParamGroup
 from .._policies import ParameterInit, ShardOptions
@@ -209,8 +209,8 @@ def _check_link(offload: Offload, module: nn.Module, groups: Sequence[ParamGroup
         for name, parameter in module.named_parameters():
             if type(parameter) is not nn.Parameter:
                 raise ValueError(
-                    f"parameters={offload.parameters!r}: {name!r} is a {type(parameter).__name__}, and only a plain "
-                    "torch.nn.Parameter can leave its device; remove parameters"
+                    f"parameters={offload.parameters!r}: {original_name(name)!r} is a {type(parameter).__name__}, and "
+                    "only a plain torch.nn.Parameter can leave its device; remove parameters"
                 )
     if not offload.offloaded:
         return

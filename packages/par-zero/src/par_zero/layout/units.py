@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from par_groups import original_name
+
 from .._policies import Units
 
 
@@ -150,9 +152,12 @@ def sections(root: nn.Module) -> list[nn.Module]:
 def unit_names(root: nn.Module, units: Sequence[Sequence[nn.Module]]) -> list[str]:
     """Return the units' names in errors.
 
-    A name has the unit's first module, and its last module if there are several. The root is named by its class.
+    A name has the unit's first module, and its last module if there are several. The root is named by its class. Names
+    do not depend on whether torch.compile wraps a module.
     """
-    names = {id(module): repr(name) if name else f"the {type(root).__name__}" for name, module in root.named_modules()}
+    own = {module: original_name(f"{name}.").rstrip(".") for name, module in root.named_modules()}
+    kind = [type(module).__name__ for module, name in own.items() if not name][-1]  # behind the wrapper is the root
+    names = {id(module): repr(name) if name else f"the {kind}" for module, name in own.items()}
     return [" to ".join(names[id(module)] for module in dict.fromkeys((unit[0], unit[-1]))) for unit in units]
 
 
