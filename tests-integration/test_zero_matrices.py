@@ -1,18 +1,20 @@
 """An optimizer of whole matrices beside tensor parallelism and ZeRO: the update of one device, in every tensor mode."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_checkpoint import inspect, load, save
+from par_checkpoint import State, inspect, load, reshard, save
 from par_groups import JointOptimizer, ProcessGroups, Topology
 from par_layers import PartialGradientReducer, initialize, layer_set
 from par_layers.examples import GPT
 from par_precision import clip_grad_norm_
 from par_testing import assert_equal_to_one_device, storm
 from par_train import Strategy
-from par_zero import shard
+from par_zero import shard, summon
 
 LAYOUTS = {
     "1d": (4, {"data": 2, "tensor": {"size": 2, "mode": "1d"}}, 4),
@@ -292,3 +294,44 @@ def test_a_table_that_two_stages_share_is_stepped_alike_on_both_or_refused(stage
         model = stack(strategy.layers, tied=True)
         with pytest.raises(ValueError, match=r"has copies on the ranks .* such as those of another pipeline stage"):
             strategy.initialize(model, MatricesAndRest(model))
+
+
+def matrix_run(groups, stage):
+    """The groups, the model and the optimizer of a run, and the reducer of its partial gradients."""
+    model = gpt(layer_set("auto", groups), 4)
+    optimizer = MatricesAndRest(model)
+    update = {**WHICH, "tensor_group": groups["tensor"]}
+    shard(model, optimizer, stage=stage, group=groups["data"], overlap={"bucket": 40_000}, update=update)
+    return groups, model, optimizer, PartialGradientReducer(optimizer, groups)
+
+
+def matrix_steps(run, first):
+    """Two steps with every data rank's part of the same rows."""
+    groups, model, optimizer, partial = run
+    for step in range(first, first + 2):
+        optimizer.zero_grad()
+        loss_of(model, data(step).chunk(groups.size("data"))[groups.rank("data")]).backward()
+        partial.handle_gradient()
+        optimizer.step()
+
+
+@pytest.mark.ranks(4, timeout=180)
+def test_reshard_of_matrices_continues_under_other_topologies():
+    with contextlib.ExitStack() as stack:
+        runs = []
+        for stage, parallel in [(3, {"data": 4}), *CHAIN]:
+            groups = stack.enter_context(ProcessGroups(Topology.from_config(parallel, 4)))
+            runs.append(matrix_run(groups, stage))
+        (groups, first, its, _), *others = runs
+        matrix_steps(runs[0], 0)
+        for _, model, optimizer, _ in others:
+            reshard(State(model=first, optimizer=its), State(model=model, optimizer=optimizer), verify=True)
+        for run in runs:
+            matrix_steps(run, 2)
+        for _, model, optimizer, _ in others:
+            # A tensor mode shards the parameters, so they move back before they are compared.
+            _, back, optimizer_of_back, _ = matrix_run(groups, 3)
+            reshard(State(model=model, optimizer=optimizer), State(model=back, optimizer=optimizer_of_back))
+            with summon(first), summon(back):
+                for (name, value), expected in zip(back.named_parameters(), first.parameters(), strict=True):
+                    torch.testing.assert_close(value, expected, rtol=0, atol=1e-10, msg=f"{name}: {REASON}")

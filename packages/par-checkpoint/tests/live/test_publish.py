@@ -1,5 +1,6 @@
 """Weights that generators take from a trainer in complete versions."""
 
+import contextlib
 import gc
 import json
 import os
@@ -174,6 +175,23 @@ def test_publisher_does_not_wait_for_a_generator_that_serves(rendezvous):
         assert other.model["a"].tolist() == [1, 1, 1]
         polled(receiver).apply()
         assert receiver.version == 3
+
+
+def test_receiver_that_joins_between_versions_takes_the_same_ones(rendezvous):
+    at, _ = rendezvous
+    state = State(model={"a": torch.ones(3)})
+    models = [{"a": torch.zeros(3)} for _ in range(3)]
+    with contextlib.ExitStack() as stack:
+        publisher = stack.enter_context(Publisher(at, state, timeout=20))
+        receivers = []
+        for version, model in enumerate(models):  # one more generator for each version
+            receivers.append(stack.enter_context(Receiver(at, State(model=model), timeout=20)))
+            state.model["a"].fill_(version)
+            publisher.publish(version)
+            for receiver in receivers:
+                while receiver.version != version:
+                    polled(receiver).apply()
+            assert all(each["a"].tolist() == [version] * 3 for each in models[: version + 1])
 
 
 def test_publisher_that_takes_over_may_publish_the_same_version(rendezvous):
