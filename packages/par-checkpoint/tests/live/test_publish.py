@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from par_checkpoint import CheckpointError, Publisher, Receiver, Rendezvous, State
+from par_checkpoint.live.rendezvous import Transaction, TransactionAborted
 
 from .cuts import sharded
 
@@ -131,6 +132,16 @@ def test_publisher_of_two_at_one_rendezvous_raises_on_the_older(rendezvous):
         newer.publish(1)
         with pytest.raises(CheckpointError, match="another publisher has taken over 'weights'"):
             older.publish(2)
+
+
+def test_transaction_that_a_process_left_is_not_joined_late(rendezvous):
+    at, _ = rendezvous
+    early, late = (Transaction(at.open(), 0, 1) for _ in range(2))
+    with pytest.raises(TransactionAborted, match=r"waited 0.05 s for 2 processes"):
+        early.gather(2, 0.05)
+    # The late process is the second one, but the first one does not wait for it any more.
+    with pytest.raises(TransactionAborted, match="given up before all had come"):
+        late.gather(2, 20)
 
 
 def test_receiver_with_another_vocabulary_raises_and_changes_nothing(rendezvous):

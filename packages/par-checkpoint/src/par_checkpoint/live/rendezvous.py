@@ -140,8 +140,17 @@ class Transaction:
         Raises:
             TransactionAborted: A process has given up, or the time is over.
         """
-        self.store.add("here", 1)
-        self.wait_for(lambda: self.store.add("here", 0) == size or None, timeout, f"{size} processes")
+        # One key decides whether all have come, as a process that gives up must not be waited for: a late process would
+        # wait for its connections until the timeout, would be late for the next attempt, too, and so on.
+        if self.store.add("here", 1) == size:
+            self.store.compare_set("gathered", "", "yes")
+        try:
+            self.wait_for(lambda: self.store.check(["gathered"]) or None, timeout, f"{size} processes")
+        except TransactionAborted:
+            if self.store.compare_set("gathered", "", "no") != b"yes":
+                raise
+        if self.store.get("gathered") != b"yes":
+            raise TransactionAborted("a process has given up before all had come")
 
 
 class TransactionAborted(Exception):  # noqa: N818 - no error of the caller
