@@ -12,6 +12,7 @@ import torch.distributed as dist
 from against import draw_against
 from copies import draw_copies
 from lanes import draw_lanes
+from losses import draw_losses
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from moves import draw_moves
@@ -77,6 +78,7 @@ def main() -> None:
     for name, (config, world_size) in TOPOLOGIES.items():
         Topology.from_config(config, world_size).draw(IMAGES / f"{name}.svg")
     draw_moves(IMAGES / "reshard.svg")
+    draw_losses(IMAGES / "lost-rank.svg")
     draw_versions(IMAGES / "publish.svg")
     draw_layer_cost(IMAGES / "layer-cost.svg")
     draw_exposed(IMAGES / "exposed.svg")
