@@ -330,3 +330,12 @@ def test_accumulated_gradient_read_in_the_module_raises():
     optimizer.step()
     torch.testing.assert_close(optimizer.param_groups[0]["params"][0].detach(), before - 0.1)
     assert module.weight.grad is None
+
+
+def test_state_that_was_read_by_the_modules_parameters_can_be_saved():
+    module = parameters(torch.bfloat16)
+    _, optimizer = mixed(module, torch.optim.AdamW(module.parameters(), lr=0.1), "bf16")
+    give_gradients(module, 0)
+    optimizer.step()
+    assert [dict(optimizer.state[each]) for each in module] == [{}] * len(SHAPES)
+    assert len(optimizer.state_dict()["state"]) == len(SHAPES)

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from .sharding.kept_dtype import kept_tensors
     from .sharding.merging import merge_claims
     from .sharding.on_grid import EXACT_LIMIT, exact_sum, on_grid
-    from .sharding.optimizers import has_stepped, zero_grad_
+    from .sharding.optimizers import drop_reads_, has_stepped, zero_grad_
     from .sharding.ownership import check_owned
     from .sharding.segments import (
         SCALARS,
@@ -136,6 +136,7 @@ __all__ = [
     "cut",
     "data_axes",
     "digest_of",
+    "drop_reads_",
     "error_text",
     "exact_sum",
     "follow_written_",
@@ -226,7 +227,7 @@ _MODULE_OF = {
         "sharding.kept_dtype": ("kept_tensors",),
         "sharding.merging": ("merge_claims",),
         "sharding.on_grid": ("EXACT_LIMIT", "exact_sum", "on_grid"),
-        "sharding.optimizers": ("has_stepped", "zero_grad_"),
+        "sharding.optimizers": ("drop_reads_", "has_stepped", "zero_grad_"),
         "sharding.ownership": ("check_owned",),
         "sharding.segments": (
             *("SCALARS", "Segment", "Segments", "segments_of", "set_segments"),

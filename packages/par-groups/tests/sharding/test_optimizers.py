@@ -1,9 +1,10 @@
 """Whether an optimizer has stepped, and how its `zero_grad` is called."""
 
+import pytest
 import torch
 from torch import nn
 
-from par_groups import JointOptimizer, has_stepped, zero_grad_
+from par_groups import JointOptimizer, drop_reads_, has_stepped, zero_grad_
 from par_testing import for_each
 
 
@@ -94,3 +95,23 @@ def test_joint_optimizer_switches_those_that_have_modes():
     assert modes.mode == "train"
     assert not hasattr(JointOptimizer(plain), "train")
     assert not hasattr(both, "swap")
+
+
+def test_drop_reads_removes_the_empty_entries_of_other_tensors():
+    optimizer, weight = made(torch.optim.AdamW)
+    weight.grad = torch.ones(2, 2)
+    optimizer.step()
+    other = nn.Parameter(torch.zeros(3))
+    assert optimizer.state[other] == {}
+    with pytest.raises(KeyError):
+        optimizer.state_dict()
+    drop_reads_(optimizer)
+    assert set(optimizer.state) == {weight}
+    assert optimizer.state_dict()["state"].keys() == {0}
+
+
+def test_drop_reads_refuses_state_that_no_step_reads():
+    optimizer, _ = made(torch.optim.AdamW)
+    optimizer.state[nn.Parameter(torch.zeros(3))]["ema"] = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"has 'ema' for a tensor of shape \(3,\) that is in none of its param groups"):
+        drop_reads_(optimizer)

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from par_groups import is_called_by_state_dict_of_dcp, refuse_get_state_dict, zero_grad_
+from par_groups import drop_reads_, is_called_by_state_dict_of_dcp, refuse_get_state_dict, zero_grad_
 
 from ._dtensor import local_part
 from ._policy import Policy
@@ -264,6 +264,7 @@ class MixedOptimizer(Optimizer):
         """
         if self._weights.masters():
             refuse_get_state_dict(self.inner)
+            drop_reads_(self.inner)
         extra = {"masters": self._weights.masters(), "scaling": self.scaling.state_dict()}
         state_dict = self.inner.state_dict()
         return {**state_dict, "state": self._weights.shown(state_dict["state"]), EXTRA: extra}

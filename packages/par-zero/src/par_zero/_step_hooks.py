@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import on_settle, on_written, refuse_get_state_dict, zero_grad_
+from par_groups import drop_reads_, on_settle, on_written, refuse_get_state_dict, zero_grad_
 
 from ._arrive import Arrivals
 from ._collectives import largest_of
@@ -128,6 +128,7 @@ class StepHooks:
         self._reducer.hooks.at_start.append(splitter.leave)
         optimizer.register_state_dict_pre_hook(refuse_get_state_dict)
         optimizer.register_state_dict_pre_hook(splitter.leave)
+        optimizer.register_state_dict_pre_hook(drop_reads_)  # split slices, which are its tensors, have left
         optimizer.register_load_state_dict_pre_hook(splitter.leave)
         zero_grad: Any = partial(self._zero_grad_of, stepped)
         # `zero_grad_` reads the signature to decide which arguments it passes.

@@ -201,3 +201,14 @@ def test_a_step_that_has_failed_before_it_began_is_made_when_it_is_called_again(
             optimizer.zero_grad()
         results.append(whole(module))
     assert_same(*results)
+
+
+@for_each_stage
+@pytest.mark.ranks(2)
+def test_state_that_was_read_by_the_modules_parameters_can_be_saved(stage):
+    module, optimizer = sharded(mlp(), stage)
+    train(module, optimizer, [[batch(0, width=8)]])
+    assert [dict(optimizer.state[parameter]) for parameter in module.parameters()] == [{}] * len(copies(mlp()))
+    state = optimizer.state_dict()
+    assert len(state["state"]) == len(state["param_groups"][0]["params"])
+    train(module, optimizer, [[batch(1, width=8)]])

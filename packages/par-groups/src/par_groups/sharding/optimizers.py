@@ -1,4 +1,4 @@
-"""Questions that several packages have about an optimizer: whether it has stepped, and how to call `zero_grad`."""
+"""What several packages ask of an optimizer: whether it has stepped, how to call `zero_grad`, a clean state."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -55,3 +55,27 @@ def zero_grad_(optimizer: Optimizer, set_to_none: bool, zero_grad: Callable[...,
         call(set_to_none=set_to_none)
     else:
         call()
+
+
+def drop_reads_(optimizer: Optimizer) -> None:
+    """Remove the entries of an optimizer's state that reads with tensors of no param group have made.
+
+    Call it before an optimizer that holds other tensors than the module's parameters returns its state dict. torch's
+    state is a defaultdict, so `optimizer.state[parameter]` adds an empty entry, with which `state_dict` would end in a
+    KeyError that names an address.
+
+    Args:
+        optimizer: The optimizer.
+
+    Raises:
+        ValueError: Such an entry is not empty, so the caller has written state that no step reads.
+    """
+    own = {tensor for group in optimizer.param_groups for tensor in group["params"]}
+    for key in [key for key in optimizer.state if isinstance(key, torch.Tensor) and key not in own]:
+        if optimizer.state[key]:
+            raise ValueError(
+                f"the state of the {type(optimizer).__name__} has {', '.join(map(repr, optimizer.state[key]))} for a "
+                f"tensor of shape {tuple(key.shape)} that is in none of its param groups, so no step reads it; the "
+                "state is kept for the tensors in optimizer.param_groups"
+            )
+        del optimizer.state[key]
