@@ -210,7 +210,7 @@ def test_messages_have_the_size_of_the_states_at_any_length():
     with ProcessGroups(Topology.from_config({"sequence": {"size": 2, "mode": "gather"}}, 2)) as groups, keep_fp64():
         for name, number in numbers.items():
             model, context = made(name), Context(groups)
-            assert sum(layer.numbers for layer in check(model)) == number
+            assert sum(layer.numbers for layer in check(model)[0]) == number
             context.transformers_(model)
             header = 64 * 8  # once, with the first message
             for length in (24, 48):
@@ -360,7 +360,7 @@ def test_a_shift_behind_a_recurrent_layer_is_seen():
 
 @pytest.mark.parametrize("kind", [Gate, nn.Identity])
 def test_layers_that_compute_each_token_are_accepted(kind):
-    assert check(llama(kind())) == []
+    assert check(llama(kind())) == ([], [])
 
 
 def test_the_trial_changes_nothing_and_takes_models_without_numbers():
@@ -376,11 +376,15 @@ def test_the_trial_changes_nothing_and_takes_models_without_numbers():
     assert check(of_meta) == check(made("Lfm2"))
 
 
-def test_parts_that_text_does_not_reach_are_refused():
+def test_parts_that_text_does_not_reach_raise_when_they_run():
     model = llama(nn.Identity())
     model.model.tower = nn.Linear(2, 2)
+    context = Context(None)
+    context.transformers_(model)
+    mine, tokens = context.cut({"input_ids": batch_of(), "labels": batch_of()})
+    model(**mine, par_tokens=tokens).loss.backward()
     with pytest.raises(ValueError, match=r"model\.tower \(Linear\) does not run for text alone"):
-        check(model)
+        model.model.tower(torch.ones(1, 2))
 
 
 def test_a_model_that_fails_is_refused():

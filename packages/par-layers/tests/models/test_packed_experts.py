@@ -278,7 +278,7 @@ def unknown(**wrong):
 @for_each(
     case=(
         (listed, DEALT, "'experts' is a ModuleList of Expert, .* call pack_experts_"),
-        (lambda: unknown(has_gate=None), DEALT, "a Kind, which does not say has_gate"),
+        (lambda: unknown(has_gate=None), DEALT, "a Kind without the attributes has_gate"),
         (lambda: unknown(extra=nn.Parameter(torch.ones(1))), DEALT, r"has the parameters \['down_proj', 'extra'"),
         (lambda: unknown(act_fn=nn.PReLU()), DEALT, r"has the parameters \['act_fn.weight', 'down_proj'"),
         (block, {"gate": "replicate"}, "deals experts out over 2 ranks, but no module of Block has the rule"),

@@ -133,7 +133,7 @@ REFUSED: list[tuple[str, Any, Any, type[Exception], str]] = [
     ("no style", Mlp, {"up": 3}, TypeError, "the rule of 'up' is 3; give a style"),
     ("nothing matches", Layered, {"layers.*.upp": "colwise"}, ValueError, r"nearest names are 'layers.*.up'"),
     ("two rules", Layered, {"layers.*.up": "colwise", "layers.0.up": "colwise"}, ValueError, "matched by two rules"),
-    ("no experts", Mlp, {"up": "ep_dispatch_experts"}, TypeError, "'up' is a Linear, which does not say has_gate"),
+    ("no experts", Mlp, {"up": "ep_dispatch_experts"}, TypeError, "'up' is a Linear without the attributes has_gate"),
     ("a style that was", Mlp, {"up": "ep_router"}, ValueError, "removed by transformers; use ep_dispatch_experts"),
     ("a size", lambda: Mlp(8, 15), PAIR, ValueError, "'up.weight': 15 units of 1 features do not divide by 2 ranks"),
     ("a row's size", lambda: Mlp(7, 16), {"down": ColumnParallel()}, ValueError, "'down.weight': 7 units"),

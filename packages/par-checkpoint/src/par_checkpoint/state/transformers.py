@@ -64,7 +64,7 @@ def conversion_of(model: Model | None, shapes: Mapping[str, Shape]) -> Conversio
         if key in refused:
             operations, cause = refused[key]
             raise ValueError(
-                f"transformers converts {key!r} by {operations}, which does more than put elements elsewhere; pass a "
+                f"transformers converts {key!r} by {operations}, which does more than move elements; pass a "
                 "`convert` function of your own that returns None for it, to keep it as it is in memory"
             ) from cause
         if key not in parts:

@@ -23,7 +23,7 @@ from .arguments import (
 )
 from .balance import CAUSAL, SPLITS, cut_tokens
 from .exchange import all_highest, all_sum, all_tokens
-from .existing.recurrent import RecurrentLayer, carry
+from .existing.recurrent import RecurrentLayer, carry, stop_at
 from .existing.transformers import attend, check, local_batch, whole_batch
 from .kernels.choose import check_kernel
 from .mask import Mask
@@ -364,13 +364,15 @@ class Context:
             ValueError: The model is no such decoder. Or its attention cannot be replaced or caps its scores (Gemma 2),
                 or it adds a loss of its routers. Or a layer reads other tokens and cannot continue from a state, or the
                 split gives a recurrent layer tokens that are not consecutive. A later call raises for masks that depend
-                on data, tokens in a cache, dropout, and tensors that this attention would ignore.
+                on data, tokens in a cache, dropout, tensors that this attention would ignore, and parts of the model
+                that text alone does not reach.
         """
-        recurrent = self._check_transformers(model)
+        recurrent, untried = self._check_transformers(model)
         if recurrent:
             self.how = "contiguous"
         attend(model, self, self._highest)
         carry(model, recurrent, name_of(self._groups, self.axis), self.rank)
+        stop_at(model, untried)
         return model
 
     def check_transformers(self, model: nn.Module) -> None:
@@ -384,15 +386,15 @@ class Context:
         """
         self._check_transformers(model)
 
-    def _check_transformers(self, model: nn.Module) -> list[RecurrentLayer]:
-        """Return the recurrent layers of a model that the context supports, or raise as `transformers_`."""
-        recurrent = check(model)
+    def _check_transformers(self, model: nn.Module) -> tuple[list[RecurrentLayer], list[str]]:
+        """Return what `check` returns, after a check of the split."""
+        recurrent, untried = check(model)
         if recurrent and self.how not in {"auto", "contiguous"}:
             raise ValueError(
                 f"split={self.how!r}: {recurrent[0].name} passes its state from each rank to the next, so each rank "
                 "must hold consecutive tokens; use split='contiguous'"
             )
-        return recurrent
+        return recurrent, untried
 
     def check_heads(self, heads: int) -> None:
         """Raise if this mode cannot compute attention with a number of heads; no communication.

@@ -83,8 +83,8 @@ class Proof:
                 is_partial = any(box.size != record.shape or box.sum_over for box in record.boxes)
                 if id(parameter) in used and not is_partial and not isinstance(child, ParallelLayer):
                     raise ValueError(
-                        f"parameter {name!r} is used between the Columns and the Row of {self.name!r} and has no rule, "
-                        "so its gradient would be a partial sum; give its module the rule PartialGradient() in the plan"
+                        f"parameter {name!r} is used between the sharded linears of {self.name!r} and has no rule, so "
+                        "each rank would compute a part of its gradient; give its module the rule PartialGradient()"
                     )
 
 

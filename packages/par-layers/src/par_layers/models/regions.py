@@ -224,9 +224,8 @@ class FullSequenceBlock(Hook):
 
     def _unknown(self, what: str, x: Tensor) -> ValueError:
         return ValueError(
-            f"{self.name!r} {what} a tensor of shape {tuple(x.shape)}, of which nobody knows where the sequence is: it "
-            "may be [batch, sequence, features], or be given as [batch x sequence, features]; use "
-            "sequence_parallel=False"
+            f"{self.name!r} {what} a tensor of shape {tuple(x.shape)}, whose sequence dim is unknown; it must be "
+            "[batch, sequence, features] or [batch x sequence, features]: use sequence_parallel=False"
         )
 
 

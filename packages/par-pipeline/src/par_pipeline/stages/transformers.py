@@ -151,14 +151,14 @@ def _plan(model: nn.Module) -> tuple[dict[str, tuple[list[str], list[str]]], str
     absent = next((name for name in plan if name not in modules), None)
     if absent is not None:
         raise TypeError(
-            f"the _pp_plan of {type(model).__name__} names {absent!r}, which this model does not have, so nothing says "
-            "where it may be cut; train it without a pipeline, or pass stages of your own"
+            f"the _pp_plan of {type(model).__name__} names {absent!r}, which this model does not have, so it "
+            "cannot be split into stages; train it without a pipeline, or pass stages of your own"
         )
     lists = [name for name in plan if isinstance(modules[name], nn.ModuleList)]
     if len(lists) != 1:
         raise TypeError(
-            f"{type(model).__name__} has no _pp_plan with one list of layers, so nothing says where it may be cut; "
-            "give a list of layers, an nn.Sequential, or stages of your own"
+            f"{type(model).__name__} has no _pp_plan with one list of layers, so it cannot be split into stages; "
+            "pass a list of layers, an nn.Sequential, or stages of your own"
         )
     return plan, lists[0]
 
@@ -179,8 +179,8 @@ def _check_named(model: nn.Module, plan: Iterable[str]) -> None:
             outermost = next((one for one in paths if not any(f"{name}.".startswith(f"{one}.") for name in plan)), path)
             what = f"{outermost!r} ({type(model.get_submodule(outermost)).__name__})"
             raise TypeError(
-                f"{type(model).__name__} has parameters in {what}, which its _pp_plan does not name, so nothing says "
-                "which stage runs it; train it without a pipeline, or pass stages of your own"
+                f"{type(model).__name__} has parameters in {what}, which its _pp_plan does not name, so no stage "
+                "would run it; train it without a pipeline, or pass stages of your own"
             )
 
 
@@ -200,8 +200,8 @@ def _check_layers(model: nn.Module, layers: str) -> None:
             continue
         if any(isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple) for node in ast.walk(tree)):
             raise TypeError(
-                f"{kind.__name__} of {type(model).__name__} returns more than hidden states to the next layer, and a "
-                "stage sends hidden states alone; train it without a pipeline, or pass stages of your own"
+                f"{kind.__name__} of {type(model).__name__} returns more than hidden states to the next layer, but a "
+                "stage sends only hidden states; train it without a pipeline, or pass stages of your own"
             )
 
 

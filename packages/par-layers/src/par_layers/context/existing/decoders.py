@@ -40,13 +40,13 @@ def check_decoder(model: nn.Module) -> None:
         kind = type(module).__name__
         if getattr(getattr(module, "position_embeddings", None), "padding_idx", None) is not None:
             raise ValueError(
-                f"{name or kind} has a position of padding and counts from behind it, as RoBERTa does, and cut tokens "
-                "have positions from 0; give the ranks of 'sequence' to data, tensor or pipeline"
+                f"{name or kind} counts positions from its padding index, as RoBERTa does, but split tokens have "
+                "positions from 0; give the ranks of 'sequence' to data, tensor or pipeline"
             )
         for key, cap in _soft_caps(module).items():
             raise ValueError(
-                f"{name or kind} caps the scores of its attention, with {key}={cap}, which attention over ranks cannot "
-                f"do; give the ranks of 'sequence' to data, tensor or pipeline, or set config.{key} = None if the "
+                f"{name or kind} caps the scores of its attention ({key}={cap}), which attention over ranks does not "
+                f"support; give the ranks of 'sequence' to data, tensor or pipeline, or set config.{key} = None if the "
                 "weights shall be trained without it"
             )
     _check_head(model)
@@ -55,8 +55,8 @@ def check_decoder(model: nn.Module) -> None:
         child = next((child for child in module.children() if _attends(child)), None)
         if child is not None and module in of_text and not isinstance(module, nn.ModuleList) and _is_deaf(module):
             raise ValueError(
-                f"{name or type(model).__name__} is {type(module).__name__}, whose code passes no keywords to its "
-                f"{type(child).__name__}, which needs the split of its tokens; pass **kwargs on, or use the ranks of "
+                f"{name or type(model).__name__} is {type(module).__name__}, whose code passes no keyword arguments "
+                f"to its {type(child).__name__}, which needs par_tokens; pass **kwargs on, or use the ranks of "
                 "'sequence' for data, tensor or pipeline"
             )
     # A number in a module's name is its position in a list of layers.
@@ -68,8 +68,8 @@ def check_decoder(model: nn.Module) -> None:
     for kind_of_layer, name in in_layers.items():
         if _computes_with_mask(kind_of_layer):
             raise ValueError(
-                f"{name} is {kind_of_layer.__name__}, whose code computes with its attention_mask, as sparse attention "
-                "and its indexers do, and not every rank has all pairs; give the ranks of 'sequence' to data, tensor "
+                f"{name} is {kind_of_layer.__name__}, whose code computes with its attention_mask (sparse attention "
+                "does), but no rank has the mask of all tokens; give the ranks of 'sequence' to data, tensor "
                 "or pipeline"
             )
     can_be_set = getattr(type(model), "_can_set_attn_implementation", None)

@@ -7,6 +7,7 @@ a rank begin with empty states, so that nothing leaks between packed documents.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -51,6 +52,24 @@ def carry(model: nn.Module, layers: Iterable[RecurrentLayer], group: str, rank: 
         for around in (model.get_submodule(".".join(path[:depth])) for depth in range(1, len(path))):
             around.register_forward_pre_hook(forward.enter, with_kwargs=True)
             around.register_forward_hook(forward.leave, always_call=True)
+
+
+def stop_at(model: nn.Module, parts: Iterable[str]) -> None:
+    """Let parts of a model raise an error when they are called, because nobody checked which tokens they read.
+
+    Args:
+        model: The model.
+        parts: Names of its modules.
+    """
+
+    def stop(part: nn.Module, *_: Any, name: str) -> None:
+        raise ValueError(
+            f"{name} ({type(part).__name__}) does not run for text alone, so it was not checked for reads of other "
+            "tokens; use the ranks of 'sequence' for data, tensor or pipeline if batches need it"
+        )
+
+    for name in parts:
+        model.get_submodule(name).register_forward_pre_hook(partial(stop, name=name))
 
 
 class CarriedForward:

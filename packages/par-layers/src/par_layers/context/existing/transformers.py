@@ -21,7 +21,7 @@ from ..mask import Mask
 from ..tokens import Documents, Tokens
 from .decoders import check_decoder, check_outputs, fixed
 from .recurrent import RecurrentLayer
-from .trial import recurrent_layers
+from .trial import try_tokens
 
 NAME = "par_context"
 """What the attention is called in transformers' registries, and the attribute of modules that has their context."""
@@ -38,17 +38,19 @@ KNOWN = frozenset({"position_ids", "cache_position", "labels", "shift_labels", "
 """Tensors that models hand to attention among other keywords, and that are not for it."""
 
 
-def check(model: nn.Module) -> list[RecurrentLayer]:
-    """Raise unless a context can compute a model; return its recurrent layers. Changes nothing; no communication.
+def check(model: nn.Module) -> tuple[list[RecurrentLayer], list[str]]:
+    """Return the recurrent layers of a model that a context supports, and the parts that text alone does not reach.
+
+    It changes nothing and does not communicate.
 
     Args:
         model: A decoder of Hugging Face Transformers.
 
     Raises:
-        ValueError: As `check_decoder` and `recurrent_layers`.
+        ValueError: As `check_decoder` and `try_tokens`.
     """
     check_decoder(model)
-    return recurrent_layers(model, partial(attend, highest=lambda x: x.max()))
+    return try_tokens(model, partial(attend, highest=lambda x: x.max()))
 
 
 def attend(model: nn.Module, context: object, highest: Callable[[Tensor], Tensor]) -> None:
@@ -345,7 +347,7 @@ def _mask(
         assert_async(attention_mask.all(), PADDING)
     if use_vmap:
         return Unreadable(
-            "the model adds an or_mask_function or and_mask_function of its own, which may be no interval a token; "
+            "the model adds an or_mask_function or and_mask_function, so a token may see keys in several intervals; "
             "call context.attention in its code"
         )
     try:

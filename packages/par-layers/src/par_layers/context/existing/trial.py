@@ -39,16 +39,15 @@ TOLERANCE = 1e-3
 ADVICE = "use the ranks of 'sequence' for data, tensor or pipeline"
 
 
-def recurrent_layers(model: nn.Module, attend: Callable[[nn.Module, object], None]) -> list[RecurrentLayer]:
-    """Return the layers of a decoder that read other tokens than through attention. Changes nothing.
+def try_tokens(model: nn.Module, attend: Callable[[nn.Module, object], None]) -> tuple[list[RecurrentLayer], list[str]]:
+    """Return the recurrent layers of a decoder, and the names of parts that text alone does not reach. Changes nothing.
 
     Args:
         model: A decoder of Hugging Face Transformers, on any device, also meta.
         attend: Function that replaces the attention of a model by that of a context, in place.
 
     Raises:
-        ValueError: A module reads other tokens and cannot continue from a state, or did not run in the trial, or the
-            trial failed.
+        ValueError: A module reads other tokens and cannot continue from a state, or the trial failed.
     """
     with torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
         trial = _TrialRun(model, attend)
@@ -61,7 +60,7 @@ def recurrent_layers(model: nn.Module, attend: Callable[[nn.Module, object], Non
                 layer = _continuing(mixing, each)
                 found.append(layer)
                 trial.silence(layer.name)
-    return list({layer.name: layer for layer in found}.values())
+        return found, trial.untried()
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ class _TrialRun:
 
     Args:
         model: The model.
-        attend: As for `recurrent_layers`.
+        attend: As for `try_tokens`.
     """
 
     def __init__(self, model: Any, attend: Callable[[nn.Module, object], None]) -> None:
@@ -107,7 +106,7 @@ class _TrialRun:
         """Run the copy, and return the calls in which a module read other tokens.
 
         Raises:
-            ValueError: The copy fails, computes no numbers, or a part of it did not run.
+            ValueError: The copy fails, or computes numbers that are not finite.
         """
         self._calls.clear()
         tokens = Tokens(LENGTH, LENGTH, ((LENGTH,),), (((0, LENGTH),),))
@@ -124,19 +123,18 @@ class _TrialRun:
                 f"{self._kind} fails on {LENGTH} tokens of text ({type(error).__name__}: {error}), so its "
                 f"layers cannot be checked for reads of other tokens; {ADVICE}"
             ) from error
-        for name, module in self._model.named_modules():
-            parent = name.rpartition(".")[0]
-            if (
-                name not in self._called
-                and hasattr(self._model.get_submodule(parent), "config_class")
-                and not isinstance(module, nn.ModuleList | nn.ModuleDict)
-                and next(module.parameters(), None) is not None
-            ):
-                raise ValueError(
-                    f"{name} ({type(module).__name__}) does not run for text alone, so it cannot be checked for "
-                    f"reads of other tokens; {ADVICE}"
-                )
         return self._calls
+
+    def untried(self) -> list[str]:
+        """Return the parts of the model that text alone does not reach, such as the encoder of images."""
+        return [
+            name
+            for name, module in self._model.named_modules()
+            if name not in self._called
+            and hasattr(self._model.get_submodule(name.rpartition(".")[0]), "config_class")
+            and not isinstance(module, nn.ModuleList | nn.ModuleDict)
+            and next(module.parameters(), None) is not None
+        ]
 
     def silence(self, name: str) -> None:
         """Replace a module by a function of each token alone, so that what it hides can be seen."""
@@ -238,7 +236,7 @@ def _poison(module: nn.Module, args: Any, output: Tensor) -> Tensor:
 
 def _is_of_tokens(x: Tensor) -> bool:
     # Tensors [ROWS x LENGTH, ...] are no use: inside experts, tokens are in the order of their experts.
-    return x.is_floating_point() and x.shape[:2] == (ROWS, LENGTH)
+    return x.is_floating_point() and x.shape[:2] == (ROWS, LENGTH) and x.numel() > 0
 
 
 def _changed(x: Tensor, name: str) -> Tensor:

@@ -40,13 +40,13 @@ def experts_like(module: nn.Module, grid: Grid, name: str, *, in_lanes: bool = F
         )
     if missing := _missing_flags(module):
         raise TypeError(
-            f"{name!r} is a {who}, which does not say {', '.join(missing)} as packed experts of transformers 5 do: the "
-            "rule 'ep_dispatch_experts' is for these; for experts of your own use TokenDispatcher and Experts"
+            f"{name!r} is a {who} without the attributes {', '.join(missing)} of packed experts, which the "
+            "rule 'ep_dispatch_experts' reads; for experts of your own use TokenDispatcher and Experts"
         )
     first, known, own = _names(module)
     if own != known:
         raise TypeError(
-            f"{name!r} has the parameters {own}, and by what it says of itself {known}: nobody knows what others do; "
+            f"{name!r} has the parameters {own}, but its attributes describe {known}; "
             "use TokenDispatcher and Experts for experts of your own"
         )
     if inside.has_post_expert_norm and grid.size(("expert_tensor",)) > 1:

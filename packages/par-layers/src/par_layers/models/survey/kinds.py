@@ -139,7 +139,7 @@ def _check_own_weight(module: nn.Module, name: str) -> None:
     if weight is None or others:
         raise TypeError(
             f"{name!r}: its weight is computed, as by weight_norm, spectral_norm, a parametrization or pruning, and "
-            "cannot be cut; use 'replicate' there, or remove the parametrization before the model is cut"
+            "cannot be sharded; use 'replicate' there, or remove the parametrization before the model is sharded"
         )
     if type(weight) is not nn.Parameter:
         raise TypeError(

@@ -466,8 +466,8 @@ class _Surveyor:
             read = (WHOLE & taken) | computed_arguments(type(layer))
             for own in sorted(read if getattr(layer, "hidden_size_per_layer_input", True) else read - WHOLE):
                 raise TypeError(
-                    f"the layers of {who} take {own!r} of all tokens beside their activations, of which each rank "
-                    "would have a part; use sequence_parallel=False"
+                    f"the layers of {who} take {own!r} of all tokens, but under sequence parallelism a rank has the "
+                    "activations of some tokens only; use sequence_parallel=False"
                 )
         return str(name)
 
