@@ -50,9 +50,9 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
 
 
-def sharded(stage, offload=None, module=None, **policies):
+def sharded(stage, offload=None, module=None, parameters=None, **policies):
     module = layers().to("strict") if module is None else module
-    optimizer = adamw(module.parameters())
+    optimizer = adamw(parameters or module.parameters())
     policies = {"overlap": {"bucket": 1}, **policies}
     shard(module, optimizer, stage=stage, group=dist.group.WORLD, offload=offload, **policies)
     return module, optimizer
@@ -185,6 +185,85 @@ def test_activations_and_optimizer_on_host_move_the_bytes_of_the_formula():
     kept = out - parameters
     assert activations * (DEPTH - 3) <= kept <= activations * (DEPTH + 1)
     assert into - parameters == pytest.approx(kept, abs=64)
+
+
+class Block(nn.Module):
+    """A block that saves its input, and outputs of a norm, of a layer and of an activation function."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.act = nn.LayerNorm(WIDTH), nn.GELU()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        return x + self.down(self.act(self.up(self.norm(x))))
+
+
+TOKENS = 512
+RECOMPUTED_LIMIT = DEPTH * 8 * MATRIX + 3 * 4 * MATRIX + 36 * TOKENS * WIDTH * 4
+"""Parameters, three gradients of matrices, and 36 tensors of a layer's input.
+
+A layer saves 10 such tensors, or 5 with "cheap". The running layer, its recomputation and its backward need 13 more.
+"""
+
+
+@pytest.mark.ranks(1, timeout=300, backend="strict", accelerator=Accelerator(limit=RECOMPUTED_LIMIT))
+def test_recomputed_activations_on_host_train_under_a_limit_of_the_device():
+    recompute = pytest.importorskip("par_recompute")
+
+    def losses(policy, to_host, device="strict"):
+        forget_models()
+        torch.manual_seed(0)
+        module = nn.Sequential(*(Block() for _ in range(DEPTH))).to(device)
+        if policy is not None or to_host is not None:
+            recompute.checkpoint_layers(module, policy, layers=list(module), to_host=to_host)
+        optimizer = adamw(module.parameters())
+        offload = HOST if device == "strict" else None
+        shard(module, optimizer, stage=2, group=dist.group.WORLD, offload=offload, overlap={"bucket": 1})
+        draw = torch.Generator().manual_seed(0)
+        inputs = [torch.randn(TOKENS, WIDTH, generator=draw).to(device) for _ in range(3)]
+        return [step(module, optimizer, batch).item() for batch in inputs]
+
+    for policy in (None, "cheap"):
+        with pytest.raises(torch.OutOfMemoryError):
+            losses(policy, None)
+    found = losses("cheap", recompute.ToHost(ahead=1))
+    assert found == losses(None, None, device="cpu")
+
+
+@for_each(stage=STAGES)
+@pytest.mark.ranks(2, timeout=300, backend="strict", accelerator=Accelerator())
+def test_adapters_groups_and_a_part_that_one_rank_skips_change_no_number(stage):
+    """Frozen layers with low-rank adapters in two param groups. Rank 1 does not use the last adapter."""
+
+    class Adapted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
+            self.down, self.up = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False)
+
+        def forward(self, x):
+            return self.layer(x) + (self.up(self.down(x)) if self.is_used else 0)
+
+    def run(offload):
+        torch.manual_seed(0)
+        module = nn.Sequential(*(Adapted() for _ in range(4))).to("strict")
+        for layer in module:
+            layer.is_used = layer is not module[3] or dist.get_rank() == 0
+        groups = [
+            {"params": [layer.down.weight for layer in module], "lr": 1e-2},
+            {"params": [layer.up.weight for layer in module], "lr": 1e-3, "weight_decay": 0.1},
+        ]
+        module, optimizer = sharded(stage, offload, module, groups)
+        found = {}
+        for number, batch in enumerate(batches(4)):
+            found[f"loss {number}"] = step(module, optimizer, batch).cpu()
+            optimizer.param_groups[1]["lr"] *= 0.5
+        return found | {name: value.cpu() for name, value in whole(module).items()}
+
+    expected = run(None)
+    for offload in (HOST, {**HOST, "optimizer": 0.5}):
+        assert_same(run(offload), expected)
 
 
 @pytest.mark.ranks(1, backend="strict", accelerator=Accelerator())
