@@ -51,8 +51,8 @@ class MemoryPiece(NamedTuple):
     @property
     def bytes(self) -> int:
         """Bytes on the way."""
-        changed = self.numel if self.changed is None else self.changed
-        return encoded_bytes(self.numel, self.dtype.itemsize, changed)
+        width = self.dtype.itemsize
+        return self.numel * width if self.changed is None else encoded_bytes(self.numel, width, self.changed)
 
     @property
     def is_full(self) -> bool:
