@@ -41,7 +41,8 @@ class GridHooks:
 
     def _hook_of(self, name: str) -> Callable[[Tensor], Tensor]:
         def hook(gradient: Tensor) -> Tensor:
-            largest = torch.linalg.vector_norm(gradient.detach(), torch.inf)
+            # Not `vector_norm`, whose infinity norm is 20 times slower on a CPU.
+            largest = gradient.detach().abs().amax()
             earlier = self._largest.get(name)
             # `maximum` keeps a NaN, so that one anywhere reaches the check.
             self._largest[name] = largest if earlier is None else torch.maximum(earlier, largest)

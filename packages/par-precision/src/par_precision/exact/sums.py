@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from par_groups import agree
 
 from .._sums import StepSums
-from ..norm.sums import largest
 from ..scale.loss_weights import LossWeights
 from .grid import GridHooks
 from .squares import exact_squares, squares_of
@@ -140,7 +139,9 @@ class ExactSums(StepSums):
         """
         device = weights.typical.device
         alone = group is None or dist.get_world_size(group) == 1
-        maxima = torch.stack([largest(parts, device), *(hooks.largest(device) for hooks in self._hooks)])
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        elements = torch.stack([zero, *(part.abs().amax().to(zero) for part in parts if part.numel())]).amax()
+        maxima = torch.stack([elements, *(hooks.largest(device) for hooks in self._hooks)])
         # A backend's MAX may drop a NaN.
         maxima = torch.nan_to_num(maxima, nan=math.inf, posinf=math.inf)
         maxima = torch.stack((maxima[0], maxima[1:].amax()))
