@@ -68,7 +68,7 @@ class Members:
         self._count, self._left = 0, -1
         self._broken = threading.Event()  # set once a member of the current epoch is lost
         self._lock = threading.Lock()  # guards the sockets and the epoch against the thread that leaves
-        self._joining: dict[int, int] = {}  # the sockets of the store of an epoch
+        self._of_store: dict[int, int] = {}  # the socket of the current epoch's client of the store
         self._environment: Environment | None = None
         self._store = dist.PrefixStore(self._prefix, self._connect())  # type: ignore[attr-defined]
         self._line = KeeperLink.inherited(int(variables[LINE]))
@@ -109,10 +109,11 @@ class Members:
     def abandon(self) -> None:
         """End every collective of this process with an error, now, and those of its peers that wait for it.
 
-        All sockets of gloo in this process are shut down, whoever made the groups. The groups cannot be used any more.
+        All sockets of gloo in this process are shut down, whoever made the groups, and so is the store of the groups.
+        The groups cannot be used any more.
         """
         with self._lock:
-            shut_down_sockets(gloo_sockets() | self._joining)
+            shut_down_sockets(gloo_sockets() | self._of_store)
 
     def is_broken(self, within: float = 5.0) -> bool:
         """Return whether a member of this epoch is lost; the keeper may report it some moments after an error.
@@ -167,18 +168,15 @@ class Members:
         before = tcp_sockets()
         client = self._connect()
         with self._lock:
-            # A member may die before it has connected. The others then wait in the store for its address, so leaving
-            # has to end that wait as well.
-            self._joining = {each: inode for each, inode in tcp_sockets().items() if before.get(each) != inode}
-        try:
-            if self._broken.is_set():
-                raise RuntimeError(f"a member of epoch {self.epoch} is lost; call form() again")
-            store = dist.PrefixStore(f"{self._prefix}/{self.epoch}", client)  # type: ignore[attr-defined]
-            dist.init_process_group("gloo", store=store, rank=self.place, world_size=len(members), timeout=timeout)
-            dist.barrier()
-        finally:
-            with self._lock:
-                self._joining = {}
+            # A member may die before it has connected, and the others wait for its address in the store. Other code
+            # waits there as well, such as par-checkpoint. Leaving has to end these waits, so an epoch has a client of
+            # its own.
+            self._of_store = {each: inode for each, inode in tcp_sockets().items() if before.get(each) != inode}
+        if self._broken.is_set():
+            raise RuntimeError(f"a member of epoch {self.epoch} is lost; call form() again")
+        store = dist.PrefixStore(f"{self._prefix}/{self.epoch}", client)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=self.place, world_size=len(members), timeout=timeout)
+        dist.barrier()
         self._environment = Environment(
             rank=self.place,
             world_size=len(members),
