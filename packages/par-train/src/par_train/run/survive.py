@@ -9,7 +9,7 @@ finish the step.
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from par_groups import Members, get_logger
 from par_precision import MixedOptimizer
 
 from ..strategy.execute import rows_of
-from ..strategy.options import StrategyOptions, takes_options_of
+from ..strategy.options import StrategyOptions
 from ..strategy.strategy import Strategy
 
 Loss = Tensor | tuple[Tensor, Tensor | float]
@@ -145,7 +145,6 @@ class Survivors:
                 step.run(lambda model, batch: F.mse_loss(model(batch[0]), batch[1]))
     """
 
-    @takes_options_of(StrategyOptions)
     def __init__(
         self,
         build: Callable[[Strategy], TrainState],
@@ -179,7 +178,7 @@ class Survivors:
         """The numbers of the ranks that are in, ascending."""
         return self._members.ranks
 
-    def __enter__(self) -> "Survivors":
+    def __enter__(self) -> Self:
         try:
             self._renew()
         except _RunOver:
