@@ -75,7 +75,7 @@ def cells():
         for case, precision in every_cell()
         if precision in PRECISIONS and not case.muon and case.options["memory"] is None
     ]
-    return [*exact, *((case, precision) for case in FURTHER for precision in PRECISIONS)]
+    return dict.fromkeys([*exact, *((case, precision) for case in FURTHER for precision in PRECISIONS)])
 
 
 PLAIN = [(case(), "fp32"), (case(2, zero=3), "bf16"), (case(pipeline="zb_v", tied=True), "fp32")]

@@ -47,6 +47,24 @@ def test_data_lanes_that_do_not_divide_raise():
         LaneCounts(data=4).check(Topology.from_config({}, 3))
 
 
+@pytest.mark.parametrize(
+    "tensor", [{"size": 4, "mode": "2d"}, {"size": 8, "mode": "2.5d", "depth": 2}, {"size": 8, "mode": "3d"}], ids=str
+)
+def test_tensor_modes_without_lanes_raise(tensor):
+    topology = Topology.from_config({"tensor": tensor}, 8)
+    with pytest.raises(
+        ValueError, match=f"tensor mode '{tensor['mode']}' with lanes: .*size={tensor['size']}, mode='1d'"
+    ):
+        LaneCounts(data=8, tensor=8).check(topology)
+
+
+@pytest.mark.parametrize("mode", ["ring", "ulysses", "2d"])
+def test_sequence_modes_without_lanes_raise(mode):
+    topology = Topology.from_config({"sequence": {"size": 4, "mode": mode}}, 4)
+    with pytest.raises(ValueError, match=rf"sequence mode '{mode}' .*; use sequence=dict\(size=4, mode='gather'\)"):
+        LaneCounts(data=8, sequence=4).check(topology)
+
+
 @pytest.mark.parametrize("number", [0, -1, 2.0, True])
 def test_lanes_that_are_no_count_raise(number):
     with pytest.raises(ValueError, match=f"sequence={number!r} must be a positive integer"):

@@ -1,7 +1,7 @@
 """Mixed precision and gradient clipping that agree on every rank."""
 
 from ._deferred_clip import DeferredClipping
-from ._float8 import Float8Linear, convert_to_float8_
+from ._float8 import Float8Linear, convert_to_float8_, is_float8
 from ._mixed import MasterWeights, StochasticRounding, mixed
 from ._optimizer import MixedOptimizer, Step
 from ._precisions import Precision, check_device, precision_of
@@ -29,6 +29,7 @@ __all__ = [
     "clip_grad_value_",
     "convert_to_float8_",
     "grad_norm",
+    "is_float8",
     "mixed",
     "precision_of",
     "stochastic_round_",

@@ -111,6 +111,11 @@ def float8_linear(
     return output
 
 
+def is_float8(module: nn.Module) -> bool:
+    """Return whether a layer has float8 matmuls, as `convert_to_float8_` makes them."""
+    return isinstance(module, Float8Linear) or getattr(vars(module).get("linear"), "func", None) is float8_linear
+
+
 def convert_to_float8_(
     module: nn.Module,
     chosen: Callable[[str, nn.Linear], bool] | None = None,

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from par_groups import digest_of, on_grid
-from par_precision import ExactSums
+from par_precision import ExactSums, convert_to_float8_
 from par_precision.exact.squares import exact_squares, squares_of
 from par_precision.exact.sums import MARGIN
 from par_testing import once
@@ -349,6 +349,22 @@ def test_compiled_models_are_refused():
     model[0].compile(backend="eager")
     with Strategy(numerics="canonical", lanes=2) as strategy, pytest.raises(ValueError, match="'0' is compiled"):
         strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.ranks(2)
+def test_float8_layers_are_refused():
+    for make in (lambda _: nn.Sequential(nn.Linear(16, 16)), lambda layers: nn.Sequential(layers.Linear(16, 16))):
+        with Strategy(numerics="canonical", lanes=2) as strategy:
+            model = convert_to_float8_(make(strategy.layers))
+            with pytest.raises(ValueError, match=r"'0' multiplies in float8, .*; remove convert_to_float8_"):
+                strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.ranks(4)
+def test_other_tensor_modes_are_refused():
+    tensor = {"size": 4, "mode": "2d"}
+    with pytest.raises(ValueError, match=r"tensor mode '2d' with lanes: .* use tensor=dict\(size=4, mode='1d'\)"):
+        Strategy(parallel={"tensor": tensor}, numerics="canonical", lanes={"data": 4, "tensor": 4})
 
 
 @pytest.mark.ranks(1)

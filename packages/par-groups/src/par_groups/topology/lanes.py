@@ -47,8 +47,14 @@ class LaneCounts:
 
         Raises:
             ValueError: A number of ranks does not divide its lanes, a tensor or sequence rank has lanes that are no
-                subtree of all lanes, or the mode of the axis "sequence" is not "gather".
+                subtree of all lanes, or the mode of the axis "tensor" is not "1d" or of "sequence" is not "gather".
         """
+        tensor_mode = topology.modes.get("tensor", (None, {}))[0]
+        if tensor_mode not in (None, "1d") and axis_size(topology, "tensor") > 1:
+            raise ValueError(
+                f"tensor mode {tensor_mode!r} with lanes: it divides sums in an order that no other topology has; use "
+                f"tensor=dict(size={axis_size(topology, 'tensor')}, mode='1d')"
+            )
         replicas = topology.size(data_axes(topology))
         if self.data % replicas:
             raise ValueError(

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from par_groups import ProcessGroups, attributes, is_compiled, segments_of, sharding_of
 from par_layers import active_dropouts, expert_modules, losses_over_ranks, unstable_kernels
 from par_pipeline import PipelineStages
-from par_precision import ExactSums
+from par_precision import ExactSums, is_float8
 
 from ..handlers import register_gradient_handler
 from ..plugin import Plugin
@@ -134,6 +134,11 @@ def _check(model: nn.Module, strategy: Setup) -> None:
             raise ValueError(
                 f"{name or 'the model'!r} is compiled: a compiler chooses its arithmetic by shapes, which depend on "
                 "the topology; canonical numerics need a model without torch.compile"
+            )
+        if is_float8(module):
+            raise ValueError(
+                f"{name!r} multiplies in float8, whose scales depend on the rows and ranks of a call; canonical "
+                "numerics need fp32 or bf16; remove convert_to_float8_"
             )
         if isinstance(module, _BatchNorm) and module.track_running_stats:
             raise ValueError(
