@@ -292,4 +292,10 @@ def make(name: str) -> Any:
         for key in [key for key in module._buffers if "inv_freq" in key]:
             wide = module._buffers[key]
             module._buffers[key] = torch.empty_like(wide, dtype=torch.float32).copy_(wide)  # as transformers keeps it
+        # Lightning attention decays by one buffer for each token and by others for a block. Rounded to fp32, they
+        # differ by 1e-8.
+        if hasattr(module, "decay_factors"):
+            module.slope_rate = module.get_slope_rate().double()
+            decays = module.decay_factors(module.slope_rate)
+            module.query_decay, module.key_decay, module.diagonal_decay = decays
     return model
