@@ -408,7 +408,9 @@ def test_a_split_that_a_recurrent_layer_cannot_take_is_refused():
         with pytest.raises(ValueError, match=rf"split='{split}': model\.layers\.0\.conv passes its state"):
             Context(None, split=split).transformers_(made("Lfm2"))
     context, model = Context(None), made("Lfm2")
+    found = check(model)
     context.transformers_(model)
+    assert check(model) == found
     assert context.how == "contiguous"
     ids = batch_of()
     mine, _ = context.cut({"input_ids": ids, "labels": ids})

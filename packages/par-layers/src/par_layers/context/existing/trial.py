@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..tokens import Tokens
-from .recurrent import RecurrentLayer, call, first_tensor, mapped, sliced
+from .recurrent import CarriedForward, RecurrentLayer, call, first_tensor, mapped, sliced
 from .states import DocumentPart, States
 
 LENGTH = 73
@@ -94,6 +94,8 @@ class _TrialRun:
         for module in self._model.modules():
             module._forward_hooks.clear()
             module._forward_pre_hooks.clear()
+            if isinstance(module.__dict__.get("forward"), CarriedForward):  # of a context that the model has already
+                del module.__dict__["forward"]
         # Learned positions end somewhere, in tiny models before the trial does.
         attend(self._model, _TokenByToken(getattr(model.config.get_text_config(), "max_position_embeddings", None)))
         self._calls: list[_MixingCall] = []
