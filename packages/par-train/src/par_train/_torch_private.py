@@ -1,5 +1,6 @@
 """The APIs of torch that par-train uses and that are not public. Open this file first when torch changes."""
 
+from importlib import import_module
 from typing import Any
 
 from torch.utils import _pytree
@@ -12,3 +13,11 @@ def tree_leaves(value: Any) -> list[Any]:
     the outputs of transformers' models; torch.export's public registry has no function that reads them.
     """
     return _pytree.tree_leaves(value)
+
+
+def import_compiler() -> None:
+    """Import `torch._dynamo`, which torch imports when a program makes its first optimizer; since torch 2.0.
+
+    It takes seconds. Ranks that wait for a new rank would wait for its import.
+    """
+    import_module("torch._dynamo")

@@ -99,6 +99,15 @@ def test_second_loss_while_state_moves(tmp_path):
     assert told[-1]["ranks"] == [2]
 
 
+def test_loss_of_all_that_hold_the_state_is_named(tmp_path):
+    # Rank 0 dies before the spare has received anything, so nobody has the state of step 2.
+    job = start(tmp_path, "--ranks=2", "--spares=1", kills=[[1, 2, "reduced"], [0, 2, "built"]], pause=0.5)
+    errors = job.communicate(timeout=300)[1]
+    assert job.returncode != 0
+    # A spare that was too late was asked for nothing, and the run has failed all the same.
+    assert "all ranks that had the state of the run are lost" in errors or "StateLostError" not in errors
+
+
 def test_spare_joins_and_receives_the_state(tmp_path):
     job = start(tmp_path, "--ranks=2", "--spares=1", kills=[[0, 3, "updated"]], pause=0.2, steps=30)
     told = end(tmp_path, job, steps=30)

@@ -223,8 +223,9 @@ class Keeper:
             may_end = self._is_last and verdict.over if self._place.rank == 0 else True
             if may_end and all(each.state != "running" for each in self._ranks.values()):
                 codes = [each.process.returncode for each in self._ranks.values()]
-                # If the ranks that went on have ended well, a rank that was lost on the way fails nothing.
-                is_well = 0 in codes or (verdict.over and not verdict.failed)
+                # If the ranks that went on have ended well, a rank that was lost on the way fails nothing. A spare that
+                # was never needed ends well in any case.
+                is_well = not verdict.failed and (0 in codes or verdict.over)
                 return 0 if is_well else next((code for code in codes if code > 0), 1)
 
     def _look_at(self, number: int, rank: _Rank, verdict: Verdict) -> State:

@@ -20,6 +20,7 @@ from par_checkpoint import State, reshard
 from par_groups import Members, get_logger
 from par_precision import MixedOptimizer
 
+from .._torch_private import import_compiler
 from ..strategy.execute import rows_of
 from ..strategy.options import StrategyOptions
 from ..strategy.strategy import Strategy
@@ -158,6 +159,7 @@ class Survivors:
         _check_options(StrategyOptions(**{**options, "uneven_batches": True}))
         self._build, self._joins, self._timeout = build, spares == "join", timeout
         self._options = {**options, "uneven_batches": True}
+        import_compiler()  # before this rank arrives, because the others wait for one that has arrived
         self._members = Members()
         self.strategy: Strategy | None = None
         self.state: TrainState | None = None
@@ -333,6 +335,9 @@ class Survivors:
                 self._leave_after(error)
                 continue
             self._every = [_Told(*numbers) for numbers in torch.stack(every).tolist()]
+            if self._told.steps < 0 and any(each.steps >= 0 for each in self._every):
+                # If all ranks with a state die now, this rank must not begin the run again as if there had been none.
+                self._told = self._told._replace(passed=-1.0)
             self._has_formed = True
             self._at("told")
             return max(self._every, key=lambda each: each.passed)
@@ -343,8 +348,8 @@ class Survivors:
         passed = max(each.passed for each in self._every)
         if newest < 0 and passed > _NOTHING:
             raise StateLostError(
-                f"all ranks that had the state after step {int(passed)} are lost; start the job again from its "
-                "checkpoint"
+                "all ranks that had the state of the run are lost; start the job again from its checkpoint, which "
+                "Strategy.checkpoints().resume() loads"
             )
         old, begun = (self.state, self.strategy), newest >= 0
         strategy = Strategy(**self._options)
