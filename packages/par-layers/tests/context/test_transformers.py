@@ -352,9 +352,9 @@ def attend(context, mask, **keywords):
 def test_what_only_a_call_shows_is_refused():
     context, causal = Context(None), Mask(causal=True)
     for keywords, words in [
-        ({"softcap": 30.0}, "Module wants softcap, which attention over ranks has not"),
-        ({"position_bias": torch.zeros(1)}, "Module wants position_bias, which attention over ranks has not"),
-        ({"output_attentions": True}, "Module wants output_attentions, which attention over ranks has not"),
+        ({"softcap": 30.0}, "Module uses softcap, which attention over ranks does not support"),
+        ({"position_bias": torch.zeros(1)}, "Module uses position_bias, which attention over ranks does not support"),
+        ({"output_attentions": True}, "Module uses output_attentions, which attention over ranks does not support"),
         ({"sliding_window": 5}, r"has a window of 5, but its mask is Mask\(causal=True\)"),
     ]:
         with pytest.raises(ValueError, match=words):

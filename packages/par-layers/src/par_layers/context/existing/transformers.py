@@ -287,7 +287,7 @@ def _attention(  # noqa: PLR0917 - the signature that models call
         raise ValueError(f"attention dropout is {dropout}, which cannot be equal over ranks; set it to 0")
     for name in ("softcap", "position_bias", "output_attentions"):
         if (refused := keywords.pop(name, None)) is not None and refused is not False:
-            raise ValueError(f"{type(module).__name__} wants {name}, which attention over ranks has not")
+            raise ValueError(f"{type(module).__name__} uses {name}, which attention over ranks does not support")
     window, sinks = keywords.pop("sliding_window", None), keywords.pop("s_aux", None)
     # Where a mask is not causal, some families count the token itself in the number that they give flash attention
     # (ModernBERT), and others do not. What they see with any other attention is their mask function's, which was read.
