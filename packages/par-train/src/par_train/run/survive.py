@@ -78,7 +78,7 @@ class _RunOver(Exception):  # noqa: N818 - no error of the caller
     """The other ranks have ended the run."""
 
 
-class Step:
+class SurvivedStep:
     """One optimizer step of a run that survives the loss of ranks.
 
     Args:
@@ -192,7 +192,7 @@ class Survivors:
             self.strategy.close()
         self._members.close()
 
-    def steps(self, until: int) -> Iterator[Step]:
+    def steps(self, until: int) -> Iterator[SurvivedStep]:
         """Iterate over the steps that are left until a number of steps. A spare begins in the middle.
 
         It returns after all ranks have done all steps.
@@ -202,7 +202,7 @@ class Survivors:
         """
         while self.state is not None and self._told.steps < until:
             done = int(self._told.steps)
-            yield Step(self, done)
+            yield SurvivedStep(self, done)
             if self.state is not None and self._told.steps == done:
                 raise RuntimeError(f"step {done} was not run; call step.run(loss_of) in each iteration")
         try:
@@ -211,7 +211,7 @@ class Survivors:
             return  # a rank that was lost made the others leave after this one, and they are done, too
 
     def run(self, number: int, loss_of: Callable[[nn.Module, Any], Loss]) -> float:
-        """Do one step until it counts, as `Step.run` describes."""
+        """Do one step until it counts, as `SurvivedStep.run` describes."""
         if number != self._told.steps:
             raise RuntimeError(f"step {number} was run before; call step.run(loss_of) once in each iteration")
         try:
@@ -431,7 +431,11 @@ def _check_options(options: StrategyOptions) -> None:
         raise _no_nccl(options.device)
     if options.parallel is not None and (
         not isinstance(options.parallel, Mapping)
-        or any(_size_of(given) != 1 for axis, given in options.parallel.items() if axis != "data")
+        or any(
+            (given.get("size", 1) if isinstance(given, Mapping) else given) != 1
+            for axis, given in options.parallel.items()
+            if axis != "data"
+        )
     ):
         raise ValueError(
             f"parallel={options.parallel!r}: only data-parallel replicas of one rank survive the loss of a rank; "
@@ -451,7 +455,3 @@ def _check_options(options: StrategyOptions) -> None:
             f"memory={options.memory!r}, zero={options.zero!r}: offloaded state does not move in memory after a loss; "
             "remove memory and offload"
         )
-
-
-def _size_of(given: Any) -> Any:
-    return given.get("size", 1) if isinstance(given, Mapping) else given
