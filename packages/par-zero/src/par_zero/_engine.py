@@ -255,6 +255,9 @@ class Engine:
         if self._gatherer is not None:
             self._gatherer.executor.fail()
         self._reducer.reset()
+        if self._hooks.disk_tier is not None:
+            # After the reductions that other ranks waited for, which have copied sums, too.
+            self._hooks.disk_tier.release_copies()
         self._sharers.calls.agree()
         for each in self._hooks.optimizers:
             each.splitter.leave()

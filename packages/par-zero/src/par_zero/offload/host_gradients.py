@@ -15,7 +15,7 @@ from torch import nn
 
 from .._torch_private import without_torch_functions
 from ..layout.chunk import Chunk
-from ..layout.meter import BUFFERS
+from ..layout.meter import BUFFERS, Meter
 from .link import DeviceLink, GradientInFlight, PinnedSlabs
 from .piece import DiskPiece
 
@@ -67,6 +67,7 @@ class HostGradients:
         }
         self._copies: dict[Chunk, GradientCopy] = {}
         self._held: deque[GradientCopy] = deque()
+        self._meter = Meter()  # the engine's, once the engine exists
         self._limit = SUMS_IN_FLIGHT * max(map(_leaving, self._pieces), default=0)
         self.step_in_backward: Callable[[Chunk, Mapping[DiskPiece, torch.Tensor]], bool] | None = None
 
@@ -85,8 +86,9 @@ class HostGradients:
         # The stream that computes waits here, and not the host, so the memory in use is the same in every step.
         size = _leaving(chunk)
         while sum(copy.bytes for copy in self._held) + size > self._limit:
-            self._release(chunk, self._held.popleft())
-        chunk.meter.add(BUFFERS, size)
+            self._release(self._held.popleft())
+        self._meter = chunk.meter
+        self._meter.add(BUFFERS, size)
         event = self._link.copy_out(
             [
                 (self._places[piece], total[piece.offset : piece.offset + piece.tensor.numel()])
@@ -101,8 +103,7 @@ class HostGradients:
     def bind(self, chunk: Chunk) -> bool:
         """Set the gradients of the optimizer's tensors, which wait for their copies at their first use."""
         # A pass binds all chunks when it ends, so the first one waits for the copies of all.
-        while self._held:
-            self._release(chunk, self._held.popleft())
+        self.release()
         copy = self._copies.pop(chunk)
         if copy.is_applied:
             for piece in self._pieces[chunk]:
@@ -131,15 +132,15 @@ class HostGradients:
     def _gradients_of(self, chunk: Chunk, event: torch.Event) -> dict[DiskPiece, torch.Tensor]:
         return {piece: _in_flight(self._places[piece], piece.tensor, event) for piece in self._pieces[chunk]}
 
-    def _release(self, chunk: Chunk, copy: GradientCopy) -> None:
-        """Let the stream that computes wait for a copy, whose memory it may write from then on.
+    def release(self) -> None:
+        """Let the stream that computes wait for all copies, also for those of a pass that has failed."""
+        while self._held:
+            self._release(self._held.popleft())
 
-        Args:
-            chunk: Any chunk, whose meter counts the memory.
-            copy: Copy.
-        """
+    def _release(self, copy: GradientCopy) -> None:
+        """Let the stream that computes wait for a copy, whose memory it may write from then on."""
         self._link.wait_event(copy.event)
-        chunk.meter.add(BUFFERS, -copy.bytes)
+        self._meter.add(BUFFERS, -copy.bytes)
         copy.total = None
 
 

@@ -267,6 +267,11 @@ class DiskTier:
             own.stepper, own.awaits_step = None, False
             own.drop_applied()
 
+    def release_copies(self) -> None:
+        """Free the memory of sums that are copied to the host, because a failed pass does not end, which would."""
+        if self._host_gradients is not None:
+            self._host_gradients.release()
+
     @torch.no_grad()
     def _step_in_backward(self, chunk: Chunk, gradients: Mapping[DiskPiece, torch.Tensor]) -> bool:
         """Start to step the pieces of a chunk, whose gradients are on their way to the host.
