@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from par_groups import slots_of
 
 from .._tiers import TIERS
+from .._torch_private import without_torch_functions
 from ..layout.chunk import Chunk
 from ..layout.meter import BUFFERS, GRADIENTS, Meter
 from ..offload.tier import DiskTier
@@ -65,8 +66,10 @@ def count(
         if chunk.slices or chunk.wholes:
             for each in _of_optimizer(chunk, optimizers[chunk.plan.owner], on_disk):
                 add(*each)
-    for tensor in (*module.parameters(), *module.buffers()):
-        add("parameters", tensor)
+    # A parameter whose all-gather is in flight would wait for it.
+    with without_torch_functions():
+        for tensor in (*module.parameters(), *module.buffers()):
+            add("parameters", tensor)
     fullest = {tier: dict(held) for tier, held in now.items()}
     fullest["device"] |= meter.fullest
     return Residency(now=now, fullest=fullest)
