@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_testing import Strict, count_collectives, for_each
+from par_testing import Strict, count_collectives, for_each, storm
 from par_zero import no_sync, reset
 
 from .helpers import assert_near, assert_same, batch, copies, joint, loss_of, mlp, sgd, sharded, train, whole
@@ -73,25 +73,64 @@ def comparisons(counted):
 
 
 DIFFERENT = {
-    "another": ((0, 1, 3), (0, 2, 3), r"rank 1 runs 'branches\.2' where rank 0 runs 'branches\.1'"),
-    "skipped": ((0, 1, 2), (0, 2), r"rank 1 runs 'branches\.2' where rank 0 runs 'branches\.1'"),
-    "swapped": ((0, 1, 2), (0, 2, 1), r"rank 1 runs 'branches\.2' where rank 0 runs 'branches\.1'"),
-    "less": ((0, 1, 2), (0, 1), r"rank 1 begins backward where rank 0 runs 'branches\.2'"),
+    "another": ((0, 1, 3), (0, 2, 3)),
+    "skipped": ((0, 1, 2), (0, 2)),
+    "swapped": ((0, 1, 2), (0, 2, 1)),
+    "less": ((0, 1, 2), (0, 1)),
+    "one": (ALL, (3,)),
 }
 
 
-@for_each(how=DIFFERENT)
+@for_each(how=DIFFERENT, inflight=(None, storm(1)))
 @pytest.mark.ranks(2)
-def test_different_units_in_the_first_pass_are_named_on_all_ranks(how):
-    *uses, words = DIFFERENT[how]
+def test_ranks_may_run_different_units_in_the_first_pass(how, inflight):
+    uses = DIFFERENT[how]
+    module, optimizer = branching(inflight=inflight)
+    later = [(ALL, (0,)), ((1, 2), ALL)] if {*uses[0], *uses[1]} == {*ALL} else [(uses[1], uses[0]), uses]
+    steps = [uses, uses, *later]
+    for step, each in enumerate(steps):
+        run(module, optimizer, step, each[dist.get_rank()])
+    check_against_one_device(module, [[(use, ()) for use in each] for each in steps])
+
+
+@pytest.mark.ranks(3, backend="strict", strict=Strict(slots=1))
+def test_three_ranks_may_run_different_units_in_the_first_pass():
     module, optimizer = branching()
-    with pytest.raises(RuntimeError, match=words + r".* make one unit of .* units=\.\.\., or pass stage=2"):
-        backward(module, 0, uses[dist.get_rank()])
-    reset(module)
-    steps = [ALL, (0, 2)]
-    for step, use in enumerate(steps):
-        run(module, optimizer, step, use)
-    check_against_one_device(module, [[(use, ())] * 2 for use in steps])
+    steps = [((0, 1), (1, 2), (3,)), ((0, 1), (1, 2), (3,)), (ALL, (1,), (0, 2))]
+    for step, uses in enumerate(steps):
+        run(module, optimizer, step, uses[dist.get_rank()])
+    check_against_one_device(module, [[(use, ()) for use in uses] for uses in steps])
+
+
+@pytest.mark.ranks(2)
+def test_units_of_one_rank_in_the_first_pass_are_gathered_ahead_in_the_next():
+    module, optimizer = branching()
+    uses = (ALL, (0, 2))
+    run(module, optimizer, 0, uses[dist.get_rank()])
+    with count_collectives() as counted:
+        run(module, optimizer, 1, uses[dist.get_rank()])
+    assert len(comparisons(counted)) == 1  # at the end of the pass
+
+
+@pytest.mark.ranks(2)
+def test_evaluation_and_no_sync_begin_with_different_units():
+    module, optimizer = branching()
+    rank = dist.get_rank()
+    with torch.no_grad():
+        module(batch(0, width=8), ((0, 3), (1,))[rank])
+    steps = [[((1, 2), ()), ((2,), ())], [(ALL, ()), ((0,), ())]]
+    optimizer.zero_grad()
+    with no_sync(module):
+        backward(module, 0, steps[0][rank][0])
+    backward(module, 1, steps[1][rank][0])
+    optimizer.step()
+    reference = Branching()
+    its = sgd(reference.parameters())
+    for step, uses in enumerate(steps):
+        losses = [reference(batch(step, each, width=8), use).square().mean() for each, (use, _) in enumerate(uses)]
+        (sum(losses) / len(losses)).backward()
+    its.step()
+    assert_near(whole(module), copies(reference))
 
 
 def check_skipping():

@@ -14,10 +14,11 @@ from .._unit import Unit
 from ..reduce.reducer import Reducer
 from ..reduce.refusals import refuse_steps
 from ..watch.calls import RESET, CallWatch
+from .entries import PassEvent, event_of
 
 
 class PassEnd(IntEnum):
-    """Ways to end a pass. The values are negative because a comparison also takes unit numbers, from 0 up."""
+    """Ways to end a pass. The values are negative because a comparison also takes numbers of events, from 0 up."""
 
     BACKWARD = -1
     EVALUATION = -2
@@ -35,6 +36,10 @@ class PassEnd(IntEnum):
             PassEnd.FORWARD: "begins backward",
             PassEnd.FAILED: RESET,
         }[self]
+
+
+_CANNOT_JOIN = 1 << 30
+"""Added to the detail of a rank that cannot gather for others. It costs no number of its own in each comparison."""
 
 
 def _with_steps(end: int, steps: int) -> int:
@@ -55,11 +60,15 @@ class Compared(NamedTuple):
         alike: Whether all ranks passed the same detail.
         least: The smallest detail of all ranks.
         flags: One boolean per flag: whether any rank has set it.
+        comes: Number that all ranks have passed, or the one that comes first: see `Agreement.compare`.
+        gathers: Whether a rank that has passed the number `comes` has set the first two flags.
     """
 
     alike: bool
     least: int
     flags: list[bool]
+    comes: int
+    gathers: bool
 
 
 class Agreement:
@@ -101,13 +110,16 @@ class Agreement:
         """
         return largest_of(numbers, self._groups, self._device, torch.int64)
 
-    def compare(self, what: int, detail: int = 0, flags: Sequence[bool] = ()) -> Compared:
+    def compare(self, what: int, detail: int = 0, flags: Sequence[bool] = (), *, joins: bool = False) -> Compared:
         """Compare the next step of this rank with all other ranks.
 
         Args:
-            what: Number of the unit that this rank needs, or a `PassEnd`. It must be equal on all ranks.
-            detail: An int32 that may differ between ranks.
+            what: Number of the event for which this rank needs a unit, or a `PassEnd`.
+            detail: A number from 0 to 2^30 - 1 that may differ between ranks.
             flags: Flags to combine over the ranks, at most the number that the constructor received.
+            joins: Whether this rank can gather a unit for other ranks. If all ranks can, and some are at an event, the
+                result names the event that comes first. All others join it, and compare again. Else what the ranks pass
+                must be equal. Default: False.
 
         Raises:
             RuntimeError: The ranks need different units, end the pass differently, or have taken different numbers of
@@ -122,41 +134,59 @@ class Agreement:
         first, second, *more = [*flags, *[False] * (self.flags - len(flags))]
         # The maximum of a number and of its negative shows in one all-reduce whether the number is equal on all ranks.
         # If it is equal, the lowest bit of the maximum is a flag that any rank has set. If not, all ranks raise.
-        numbers = [2 * number + first, -2 * number + second, detail, -detail, *more]
+        coded = detail if joins else detail + _CANNOT_JOIN
+        # Ends come after all events, so that the lowest number is that of the event that comes first.
+        events = 3 * len(self._units)
+        place = number if number >= 0 else events - number
+        numbers = [2 * place + first, -2 * place + second, coded, -coded, *more]
         most, least, most_detail, least_detail, *told = largest_of(numbers, self._groups, self._device)
-        if most >> 1 != -(least >> 1):
+        highest, lowest = most >> 1, -(least >> 1)
+        if highest != lowest:
+            if lowest < events and most_detail < _CANNOT_JOIN:
+                return Compared(alike=False, least=0, flags=[], comes=lowest, gathers=bool(least & 1))
             self._refuse(number)
         elif what < 0 and what != PassEnd.FORWARD:
             self.calls.agree()
         if counts_steps:
             self.calls.steps = 0
         set_flags = [bool(flag) for flag in (most & 1, least & 1, *told)]
-        return Compared(most_detail == -least_detail, -least_detail, set_flags)
+        alike, smallest = most_detail == -least_detail, -least_detail % _CANNOT_JOIN
+        return Compared(alike, smallest, set_flags, what, gathers=bool(most & 1))
 
-    def meet(self, number: int) -> None:
-        """Compare whether all ranks need the same unit, which is in no program.
+    def meet(self, event: PassEvent, *, gathers: bool, joins: bool) -> Compared:
+        """Compare whether all ranks are at the same event, which is in no program.
 
         Args:
-            number: Number of the unit.
+            event: Event of this rank.
+            gathers: Whether this rank must gather the unit of the event.
+            joins: Whether this rank can gather another unit for other ranks.
+
+        Returns:
+            The result of the comparison. It names the event that comes first, and whether its unit is gathered.
 
         Raises:
             RuntimeError: Some ranks need another unit, or end their pass, or cannot continue. All ranks raise.
         """
         reducer, departed = self._reducer, self._reducer.has_departed
+        number = event.number(len(self._units))
         # If the ranks continue, they repeat the reductions of zeros with gradients. Ranks that had begun different
         # numbers of reductions would resume at different chunks.
-        compared = self.compare(number, reducer.begun if departed else reducer.count_ready())
+        detail = reducer.begun if departed else reducer.count_ready()
+        compared = self.compare(number, detail, [gathers, gathers], joins=joins)
         if not departed:
-            reducer.reduce(*reducer.order.numbers[: compared.least])
+            # The ranks that gather together have done the same before, so all begin the same reductions here.
+            if compared.gathers:
+                reducer.reduce(*reducer.order.numbers[: compared.least])
         elif compared.alike:
             reducer.rejoin()
         else:
             reducer.begin_all(())
             raise RuntimeError(
-                f"backward comes to {self._units[number].name}, which no backward before needed there, when the ranks "
-                "have begun different numbers of reductions; pass Overlap(inflight=...) with the number "
+                f"backward comes to {self._units[event.unit].name}, which no backward before needed there, when the "
+                "ranks have begun different numbers of reductions; pass Overlap(inflight=...) with the number "
                 "of all chunks, which bounds none, or stage=2"
             )
+        return compared
 
     def fail(self) -> None:
         """Report to the other ranks that the pass of this rank has failed. Does not raise.
@@ -203,4 +233,8 @@ class Agreement:
         )
 
     def _text(self, number: int) -> str:
-        return f"runs {self._units[number].name}" if number >= 0 else _parted(number)[0].text
+        return (
+            f"runs {self._units[event_of(number, len(self._units)).unit].name}"
+            if number >= 0
+            else _parted(number)[0].text
+        )

@@ -39,6 +39,7 @@ class Pass:
         shared: Events that are equal on all ranks, because all ranks have gathered a unit for them.
         begun: Numbers of the units whose backward has begun.
         kept: Numbers of the units that stay gathered until their backward.
+        learns: Whether the pass has had no program from its beginning, on all ranks.
     """
 
     kind: PassKind
@@ -49,6 +50,10 @@ class Pass:
     shared: list[PassEvent] = field(default_factory=list)
     begun: list[int] = field(default_factory=list)
     kept: set[int] = field(default_factory=set)
+    learns: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.learns = self.program is None
 
     @property
     def digest(self) -> int:

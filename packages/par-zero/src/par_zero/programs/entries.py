@@ -28,10 +28,33 @@ class PassEvent(NamedTuple):
     unit: int
     keeps: bool = False
 
+    def number(self, units: int) -> int:
+        """Return the place of this event in the pass that runs all units in the order of registration, from 0 up.
+
+        Args:
+            units: Number of units of the module.
+        """
+        # Forward goes up and backward goes down. A recomputation comes before the backward of its unit.
+        return self.unit if self.op == FORWARD else 3 * units - 2 - 2 * self.unit + (self.op == BACKWARD)
+
     @property
     def kind(self) -> Kind:
         """Kind of this event in a placement trace. A recomputation counts as backward."""
         return "forward" if self.op == FORWARD else "backward"
+
+
+def event_of(number: int, units: int, *, keeps: bool = False) -> PassEvent:
+    """Return the event that has a number: see `PassEvent.number`.
+
+    Args:
+        number: Number of the event.
+        units: Number of units of the module.
+        keeps: Whether gathered units stay gathered. Default: False.
+    """
+    if number < units:
+        return PassEvent(FORWARD, number, keeps)
+    place, is_backward = divmod(number - units, 2)
+    return PassEvent(BACKWARD if is_backward else RECOMPUTE, units - 1 - place, keeps)
 
 
 class PassAction(NamedTuple):

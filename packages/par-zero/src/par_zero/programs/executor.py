@@ -25,6 +25,11 @@ No rank waits forever in a pass with a program, for four reasons:
 
 A pass without a program runs as if all ranks had departed at its beginning. The ranks compare before each gather, and
 how many chunks have all their gradients. All ranks then begin those that are ready on every rank.
+
+In such a pass the ranks may need different units, because the data decides which units run. All ranks then gather the
+unit that comes first among those that they need, in the order of registration, and compare again. A rank that has
+reached its end joins these gathers, too. Each comparison brings at least one rank to its next event, so the pass ends.
+The program of later passes contains the units of all ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,10 +39,10 @@ import torch
 
 from .._unit import Unit
 from ..reduce.reducer import Reducer
-from .agreement import Agreement, PassEnd
+from .agreement import Agreement, Compared, PassEnd
 from .book import Pass, PassBook, PassKind
 from .compiler import ROOT, find_event, over_at
-from .entries import BACKWARD, EVENT_NAMES, PassAction, PassEvent
+from .entries import BACKWARD, EVENT_NAMES, PassAction, PassEvent, event_of
 
 _BEGINS = {
     "forward": "begins a forward",
@@ -103,8 +108,9 @@ class Executor:
         # forward would never reach that exchange. A pass that gathered nothing since has nothing to compare: its units
         # stay from an earlier pass.
         if current is not None and current.program is None and len(current.shared) > self._at_backward:
+            while (met := self._agreement.compare(PassEnd.FORWARD, joins=current.learns)).comes >= 0:
+                self._join(current, met)
             self._at_backward = len(current.shared)
-            self._agreement.compare(PassEnd.FORWARD)
 
     def begin_unit_backward(self, unit: Unit, mark: object, *, graphed: bool) -> None:
         """Begin the backward of a unit, together with all units that returned the same tensor.
@@ -147,12 +153,15 @@ class Executor:
         elif current.program is None:
             self._free_over(current, event)
         # A late unit is full on this rank only: the other ranks have freed it and would gather it with a collective.
-        if unit.freed or event.unit in self._late:
+        missing = unit.freed or event.unit in self._late
+        if missing or current.learns:
             self._depart(current)
-            self._agreement.meet(event.unit)
+            number = event.number(len(self._units))
+            while (met := self._agreement.meet(event, gathers=missing, joins=current.learns)).comes != number:
+                self._join(current, met)
             current.shared.append(event)
             # Rule 2 executed the rest of the program, which may have gathered the unit.
-            if unit.freed or event.unit in self._late:
+            if met.gathers and (current.learns or unit.freed or event.unit in self._late):
                 self._act(current, [PassAction("gather", event.unit)])
         if event.keeps:
             current.kept.add(event.unit)
@@ -191,9 +200,15 @@ class Executor:
         own = self._agreement.flags - len(self._book.flags)
         room = [False] * (own - len(flags))
         digest = 0 if current is None else current.digest >> 2  # fits into an int32
-        alike, _, told = self._agreement.compare(end, digest, [*flags, *room, *self._book.flags])
+        given = [*flags, *room, *self._book.flags]
+        joins = current is not None and current.learns
+        compared = self._agreement.compare(end, digest, given, joins=joins)
+        while current is not None and compared.comes >= 0:
+            self._join(current, compared)
+            compared = self._agreement.compare(end, digest, given, joins=joins)
+        told = compared.flags
         if current is not None:
-            self._book.end_pass(current, alike=alike, flags=told[own:])
+            self._book.end_pass(current, alike=compared.alike, flags=told[own:])
         self.forget_pass()
         return told[: len(flags)]
 
@@ -294,6 +309,26 @@ class Executor:
             self._follow(current, reduce=lambda _: None)
             self._reducer.hold()
         current.leave_program()
+
+    def _join(self, current: Pass, met: Compared) -> None:
+        """Record an event of other ranks, and gather its unit with them, in a pass whose events no rank knows yet.
+
+        Args:
+            current: Pass in progress.
+            met: Result of a comparison, which names the event.
+        """
+        event = event_of(met.comes, len(self._units), keeps=current.kind.keeps)
+        current.shared.append(event)
+        if not met.gathers:
+            return
+        unit = self._units[event.unit]
+        was_freed = unit.freed
+        self._act(current, [PassAction("gather", event.unit)])
+        unit.wait()
+        if event.keeps:
+            current.kept.add(event.unit)
+        elif was_freed:
+            unit.free()
 
     def _act(self, current: Pass, actions: Sequence[PassAction], reduce: Callable[[int], None] | None = None) -> None:
         """Execute actions of the program: see `_follow`."""

@@ -1,0 +1,123 @@
+"""Vision-language models of transformers at stage 3, with images on some ranks only: equal to one device."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from par_testing import Strict, for_each
+from par_zero import shard, summon
+
+transformers = pytest.importorskip("transformers")
+
+IMAGE, WORDS = 39, 30
+TEXT = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 40,
+    "max_position_embeddings": 64,
+}
+TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def llava():
+    return transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(
+            vision_config=transformers.CLIPVisionConfig(**TOWER, image_size=8, patch_size=4),
+            text_config=transformers.LlamaConfig(**TEXT),
+            image_token_id=IMAGE,
+            vision_feature_layer=-1,
+        )
+    )
+
+
+def gemma3():
+    return transformers.Gemma3ForConditionalGeneration(
+        transformers.Gemma3Config(
+            vision_config=transformers.SiglipVisionConfig(**TOWER, image_size=8, patch_size=4),
+            text_config=transformers.Gemma3TextConfig(**TEXT, head_dim=8),
+            image_token_index=IMAGE,
+            image_token_id=IMAGE,
+            mm_tokens_per_image=4,
+            boi_token_index=37,
+            eoi_token_index=38,
+        )
+    )
+
+
+def qwen3_vl():
+    vision = {**TOWER, "depth": 2, "num_heads": 2, "out_hidden_size": 16, "patch_size": 4, "spatial_merge_size": 1}
+    vision |= {"temporal_patch_size": 1, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+    return transformers.Qwen3VLForConditionalGeneration(
+        transformers.Qwen3VLConfig(
+            vision_config=vision,
+            text_config={**TEXT, "head_dim": 8, "rope_parameters": rope},
+            image_token_id=IMAGE,
+            vision_start_token_id=37,
+            vision_end_token_id=38,
+        )
+    )
+
+
+MODELS = {"Llava": llava, "Gemma3": gemma3, "Qwen3-VL": qwen3_vl}
+
+
+def batch(name, step, rank, with_image):
+    """Two rows of text of this rank; the first has an image of four tokens if asked for."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    ids = torch.randint(0, WORDS, (2, 9), generator=generator)
+    given = {"input_ids": ids, "labels": ids.clone()}
+    if name != "Llava":
+        given |= {"mm_token_type_ids" if name == "Qwen3-VL" else "token_type_ids": torch.zeros_like(ids)}
+    if with_image:
+        ids[0, 2:6] = IMAGE
+        for key in given.keys() & {"token_type_ids", "mm_token_type_ids"}:
+            given[key][0, 2:6] = 1
+        given["labels"][0, 2:6] = -100
+        pixels = torch.randn(1, 3, 8, 8, generator=generator, dtype=torch.float64)
+        if name == "Qwen3-VL":
+            given |= {"pixel_values": pixels.reshape(4, 48), "image_grid_thw": torch.tensor([[1, 2, 2]])}
+        else:
+            given |= {"pixel_values": pixels}
+    return given
+
+
+STEPS = [(True, False), (False, True), (True, True), (False, False), (True, False)]
+"""Which of two ranks has an image in each step: in the first, one rank alone."""
+
+
+def check(name, ranks_with_image):
+    torch.manual_seed(0)
+    model = MODELS[name]().double()
+    reference = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
+    shard(model, optimizer, stage=3, group=dist.group.WORLD)
+    its = torch.optim.AdamW(reference.parameters(), lr=1e-3, eps=1e-3)
+    for step, has_image in enumerate(ranks_with_image):
+        mine = dist.get_rank()
+        model(**batch(name, step, mine, has_image[mine])).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses = [reference(**batch(name, step, rank, has)).loss for rank, has in enumerate(has_image)]
+        (sum(losses) / len(losses)).backward()
+        its.step()
+        its.zero_grad()
+    with summon(model):
+        for (key, one), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-10, msg=lambda text, key=key: f"{key}: {text}")
+
+
+@for_each(name=MODELS)
+@pytest.mark.ranks(2)
+def test_images_on_some_ranks_equal_one_device(name):
+    check(name, STEPS)
+
+
+@pytest.mark.ranks(2, backend="strict", strict=Strict(slots=1))
+def test_images_on_some_strict_ranks_equal_one_device():
+    check("Llava", STEPS)
