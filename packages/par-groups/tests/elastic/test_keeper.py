@@ -124,7 +124,6 @@ def test_one_side_goes_on_after_a_partition(tmp_path, namespaces):
     # The link goes without a word: no socket learns of it, so gloo alone would wait for its timeout.
     subprocess.run(["ip", "-n", names[0], "link", "set", link[0], "down"], check=True)
     assert job.end() == [0, 1]
-    assert "does not answer; the other hosts go on without this one" in job.errors[1]
     assert sorted(each["number"] for each in job.told if each.get("ended") == 1) == [0, 1]
     formed = [each for each in job.told if each.get("epoch") == 1]
     assert [each["ranks"] for each in formed] == [[0, 1], [0, 1]]
