@@ -43,7 +43,6 @@ def test_restarted_rank_joins_as_a_spare(tmp_path):
     assert {tuple(each["ranks"]) for each in job.told if "ranks" in each} <= {(0, 1), (0,), (0, 2)}
 
 
-@pytest.mark.storm
 def test_fifty_epochs_leave_no_descriptors_threads_or_memory(tmp_path):
     script = """
 import resource, threading

@@ -36,7 +36,7 @@ def keep(
     ranks: int = 1,
     spares: int = 0,
     restarts: int = 0,
-    lease: float = 5.0,
+    lease: float = 20.0,
     patience: float = 60.0,
 ) -> int:
     """Start ranks of a job as children of this process and watch them until the job has ended.
@@ -51,7 +51,9 @@ def keep(
         spares: Number of further ranks on this host, which wait until a rank is lost.
         restarts: How often a rank of this host that has died is started again, as a spare.
         lease: Seconds after which the other hosts go on without a host that they do not hear of. A keeper that cannot
-            renew its lease kills its ranks before that time, so that no two parts of a job go on.
+            renew its lease kills its ranks before that time, so that no two parts of a job go on. The store of torch
+            looks up the name of each new client and answers nobody meanwhile, so a slow name server needs a lease of
+            more than 10 seconds.
         patience: Seconds after which a rank is killed that is stopped, or that reports no progress while other ranks
             wait for it. It must be longer than the longest step, save and compilation.
 
