@@ -144,7 +144,7 @@ class MemorySource:
         self._held.wait_for_streams()
 
     def check(self, targets: Sequence[Targets], same: set[tuple[str, str]]) -> None:
-        """Compute which pieces this rank takes from which rank, and check that these ranks have them. Collective.
+        """Compute the pieces that this rank requests from each rank, and check that they exist. Collective.
 
         Raises:
             ValueError: No rank holds some elements, a target shares memory with the source, or a target ties two

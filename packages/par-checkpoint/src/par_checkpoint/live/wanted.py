@@ -77,7 +77,7 @@ class Wanted(NamedTuple):
 
 
 class PieceRequests:
-    """The pieces that one rank needs: pieces that it holds itself, and pieces that it requests.
+    """The pieces that one rank needs: its own pieces, and those that it requests from other ranks.
 
     Args:
         tensors: Tensors of the source, with the boxes that ranks hold.

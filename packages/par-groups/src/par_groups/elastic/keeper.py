@@ -49,13 +49,12 @@ def keep(
         command: The command of a rank, which makes `Members`.
         ranks: Number of ranks on this host, the same on all hosts.
         spares: Number of further ranks on this host, which wait until a rank is lost.
-        restarts: How often a rank of this host that has died is started again, as a spare.
-        lease: Seconds after which the other hosts go on without a host that they do not hear of. A keeper that cannot
-            renew its lease kills its ranks before that time, so that no two parts of a job go on. The store of torch
-            looks up the name of each new client and answers nobody meanwhile, so a slow name server needs a lease of
-            more than 10 seconds.
-        patience: Seconds after which a rank is killed that is stopped, or that reports no progress while other ranks
-            wait for it. It must be longer than the longest step, save and compilation.
+        restarts: Number of times that a dead rank of this host is started again, as a spare.
+        lease: Seconds without a message from a host, after which the others go on without it. A keeper that cannot
+            renew its lease kills its ranks earlier, so two parts of a job never go on. torch's store looks up the name
+            of each new client, and answers nobody meanwhile. A slow name server needs a lease of more than 10 seconds.
+        patience: Seconds without progress after which a rank is killed, while other ranks wait for it. It must be
+            longer than the longest step, save and compilation.
 
     Returns:
         The exit code: 0 if the job has ended well, also without ranks of this host.
@@ -160,7 +159,10 @@ class Keeper:
         try:
             return self._watch(address, prefix)
         finally:
-            self._kill_all()
+            for rank in self._ranks.values():
+                _kill(rank)
+                rank.process.wait()
+                rank.line.close()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
             self._ending.set()
@@ -278,12 +280,6 @@ class Keeper:
 
     def _states(self) -> str:
         return write_ranks({n: RankState(each.state, each.spare, each.progress) for n, each in self._ranks.items()})
-
-    def _kill_all(self) -> None:
-        for rank in self._ranks.values():
-            _kill(rank)
-            rank.process.wait()
-            rank.line.close()
 
 
 def _kill(rank: _Rank) -> None:

@@ -22,7 +22,7 @@ class RankState:
     Args:
         state: "running"; "dead" after any end but exit code 0; "done" after exit code 0.
         spare: Whether the rank waits to be taken in.
-        progress: How far it has come.
+        progress: Latest step, and place in it.
     """
 
     state: Literal["running", "dead", "done"]
@@ -32,7 +32,7 @@ class RankState:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the roster tells all keepers.
+    """State of the job, which the roster sends to all keepers.
 
     Args:
         epoch: The latest epoch that was decided; -1 before the first one.

@@ -1,4 +1,4 @@
-"""What several packages ask of an optimizer: whether it has stepped, how to call `zero_grad`, a clean state."""
+"""Functions on optimizers: whether one has stepped, a call of its `zero_grad`, a clean state."""
 
 import inspect
 from collections.abc import Callable, Mapping

@@ -99,7 +99,7 @@ def tree(parts: Sequence[A]) -> A:
     The result then has the same bits as on one rank.
 
     Args:
-        parts: At least one number or tensor.
+        parts: Numbers or tensors, one or more.
     """
     sums = list(parts)
     while len(sums) > 1:

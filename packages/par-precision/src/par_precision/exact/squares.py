@@ -19,8 +19,7 @@ def exact_squares(tensors: Sequence[Tensor], largest: Tensor) -> Tensor:
     """Return the sum of squares of all elements as whole numbers, (WORDS) in int64.
 
     Each square is divided by a power of two near the largest one, and its first 60 bits are three whole numbers of 20
-    bits. Sums of whole numbers do not depend on their order, and the bits that are dropped depend on their own element
-    alone.
+    bits. Sums of whole numbers do not depend on their order. The dropped bits depend only on their own element.
 
     Args:
         tensors: Floating-point tensors. The squares of fp32 numbers are exact in fp64.
@@ -49,7 +48,7 @@ def squares_of(words: Tensor, largest: Tensor) -> Tensor:
 
     Args:
         words: The sum of the words of all ranks.
-        largest: As `exact_squares` took it.
+        largest: Argument `largest` of `exact_squares`.
     """
     total = torch.zeros((), dtype=torch.float64, device=words.device)
     for word in range(WORDS - 1, -1, -1):  # the smallest part first, so that it is not lost in rounding

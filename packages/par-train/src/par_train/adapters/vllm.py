@@ -37,7 +37,7 @@ BACKEND = "par"
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not there in every environment
-    """Where the weights come from.
+    """Address of the exchange from which the weights come.
 
     Args:
         address: Host and port of the store, such as "10.0.0.1:29600".

@@ -51,7 +51,7 @@ class TrainState:
 
 
 class _Told(NamedTuple):
-    """What each rank reports at the beginning of an epoch, all of them as fp64 numbers.
+    """Report of a rank at the beginning of an epoch. All items are sent as fp64 numbers.
 
     Args:
         steps: The steps that its weights have; -1 for a rank without weights.

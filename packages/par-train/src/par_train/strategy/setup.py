@@ -176,7 +176,7 @@ class Setup:
 
         Args:
             model: The model, whose parameters exist, perhaps on the meta device.
-            optimizer: Its optimizer; None for a model that only runs forward, which does not change.
+            optimizer: Optimizer of the model; None for a model that only runs forward, which does not change.
         """
         precision = precision_of(self.options.precision_name)
         dtype = None if optimizer is None else precision.weights
@@ -206,7 +206,7 @@ class Setup:
 
         Args:
             model: The model, whose parameters exist, perhaps on the meta device, in the dtypes that `cast_` gives.
-            optimizer: Its optimizer; None for a model that only runs forward.
+            optimizer: Optimizer of the model; None for a model that only runs forward.
         """
         given = self.options.zero_keywords
         options = ShardOptions.of(**{name: given[name] for name in ShardOptions.__dataclass_fields__ if name in given})

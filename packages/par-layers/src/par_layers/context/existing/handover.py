@@ -40,7 +40,7 @@ class StateLink:
     Args:
         group: Name of the group of the sequence; "" for one rank.
         rank: Index of this rank in the group.
-        shapes: What the rank on the left has described, by the dtypes of a call.
+        shapes: Shapes of the states of the rank on the left, by the dtypes of a call.
         described: Dtypes of calls whose states were described to the rank on the right.
     """
 

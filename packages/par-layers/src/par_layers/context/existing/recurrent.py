@@ -39,7 +39,7 @@ def carry(model: nn.Module, layers: Iterable[RecurrentLayer], group: str, rank: 
 
     Args:
         model: The model.
-        layers: Its recurrent layers.
+        layers: Recurrent layers of the model.
         group: Name of the group of the sequence; "" for one rank.
         rank: Index of this rank in the group.
     """
@@ -77,8 +77,8 @@ class CarriedForward:
 
     Args:
         module: The module.
-        layer: What is known of it.
-        link: Its connection to the neighbouring ranks.
+        layer: Name, cache and states of the module.
+        link: Connection to the neighbouring ranks.
 
     Attributes:
         tokens: Splits that the modules around it received in the calls under way, innermost last.

@@ -71,7 +71,7 @@ class _MixingCall:
         name: Name of the module.
         module: The module.
         arguments: Arguments of its forward by name, the module itself first.
-        output: What it returned.
+        output: Return value of the call.
     """
 
     name: str
@@ -85,7 +85,7 @@ class _TrialRun:
 
     Args:
         model: The model.
-        attend: As for `try_tokens`.
+        attend: Function that replaces the model's attention, see `try_tokens`.
     """
 
     def __init__(self, model: Any, attend: Callable[[nn.Module, object], None]) -> None:
