@@ -125,7 +125,7 @@ class Handle:
     """
 
     def __init__(
-        self, works: list[Any], finish: Callable[[], None] | None = None, group: dist.ProcessGroup | None = None
+        self, works: list[Any], finish: Callable[[], object] | None = None, group: dist.ProcessGroup | None = None
     ) -> None:
         self._works, self._finish, self._group = works, finish, group
 
@@ -209,7 +209,9 @@ def reduce_scatter(
     """
     ranks = dist.get_world_size(group)
     if ranks == 1:
-        return Handle([], lambda: _put(flat[: into.numel()], into, scale))
+        total = flat[: into.numel()]
+        is_there = scale == 1 and total.data_ptr() == into.data_ptr()
+        return Handle([], None if is_there else lambda: torch.mul(total, scale, out=into))
     if is_gloo(flat, group):
         received = buffers.take(flat.numel(), flat.dtype, flat.device)
         work = dist.all_to_all_single(received, flat, group=group, async_op=True)
@@ -338,14 +340,6 @@ def _scaled_(tensor: torch.Tensor, ranks: int, scale: float) -> Any:
     if scale != 1:
         tensor.mul_(scale)
     return dist.ReduceOp.SUM
-
-
-def _put(total: torch.Tensor, into: torch.Tensor, scale: float = 1) -> None:
-    """Write a sum, multiplied by `scale`, to its position."""
-    if scale != 1:
-        torch.mul(total, scale, out=into)
-    elif total.data_ptr() != into.data_ptr():
-        into.copy_(total)
 
 
 def is_gloo(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
