@@ -225,7 +225,7 @@ def test_what_sequence_ranks_cannot_do_is_refused_on_all_of_them_before_anything
     sgd = torch.optim.SGD
     with Strategy(parallel=sequence("ulysses")) as strategy:
         for model, words in (
-            (make_model("Mamba", state_size=4), "which reads other tokens than attention does"),
+            (make_model("Mamba", state_size=4), "takes no position_ids"),
             (make_model("T5", "T5ForConditionalGeneration", d_model=8, d_kv=4, d_ff=8), "has an encoder"),
             (make_model(num_attention_heads=1, num_key_value_heads=1), "heads 1 do not divide by 2 ranks of ulysses"),
             (

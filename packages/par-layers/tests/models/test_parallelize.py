@@ -563,7 +563,7 @@ def test_a_part_of_a_layer_that_has_no_rule_sees_the_whole_sequence():
             whole, cut = make(mixer, kind=Mixed), parallelize(make(mixer, kind=Mixed), groups, plan)
             assert_gradients_equal(whole, cut, x, groups)
         cut = parallelize(make(Mean, kind=Mixed), groups, plan)
-        with pytest.raises(ValueError, match=r"'layers.0.mixer' gives a tensor of shape \(2, 1, 16\), of which nobody"):
+        with pytest.raises(ValueError, match=r"'layers.0.mixer' gives a tensor of shape .* sequence dim is unknown"):
             cut(x)
         cut = parallelize(make(Mixer, OfRows, kind=Mixed), groups, plan)
         with pytest.raises(ValueError, match=r"a row is given a tensor of shape \(8, 12\), and cuts its output along"):

@@ -165,7 +165,7 @@ def test_a_family_without_a_plan_is_planned_without_tensor_ranks_and_stages(llam
     assert "tensor   not planned: OPTForCausalLM has no plan for tensor parallelism" in out
     assert "stages   not planned: OPTForCausalLM has no _pp_plan" in out
     for wanted, remedy in (
-        ("pipeline=2", "give a list of layers"),
+        ("pipeline=2", "pass a list of layers"),
         ("tensor.mode=1d", "register it with register_plan"),
     ):
         code, out, err = planned(capsys, *flags, f"--parallel.{wanted}")

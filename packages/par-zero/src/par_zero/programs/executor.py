@@ -154,7 +154,8 @@ class Executor:
             self._free_over(current, event)
         # A late unit is full on this rank only: the other ranks have freed it and would gather it with a collective.
         missing = unit.freed or event.unit in self._late
-        if missing or current.learns:
+        # A pass that learns records all events in one order, equal on all ranks. Units that stay gathered need none.
+        if missing or (current.learns and not event.keeps):
             self._depart(current)
             number = event.number(len(self._units))
             while (met := self._agreement.meet(event, gathers=missing, joins=current.learns)).comes != number:
