@@ -174,6 +174,12 @@ def test_hybrids_over_two_ranks_equal_one_process():
     check_equal("Bamba", "ulysses")
 
 
+@pytest.mark.ranks(1, timeout=120)
+def test_context_of_one_rank_separates_packed_documents():
+    check_equal("Qwen3Next", "gather")
+    check_equal("Bamba", "gather")
+
+
 @pytest.mark.storm
 @pytest.mark.ranks(2, timeout=240)
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in {"Qwen3Next", "Bamba"}])
