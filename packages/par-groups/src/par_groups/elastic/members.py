@@ -73,6 +73,7 @@ class Members:
         self._store = dist.PrefixStore(self._prefix, self._connect())  # type: ignore[attr-defined]
         self._line = KeeperLink.inherited(int(variables[LINE]))
         threading.Thread(target=self._listen, daemon=True, name="members").start()
+        atexit.register(self.close)  # ends torch.distributed in the epoch of that time
 
     @property
     def place(self) -> int:
@@ -187,7 +188,6 @@ class Members:
             launcher="keeper",
             started=True,
         )
-        atexit.register(self._environment.close)
         return self._environment
 
     def _connect(self) -> Any:

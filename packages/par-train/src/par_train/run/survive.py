@@ -351,14 +351,14 @@ class Survivors:
                 "all ranks that had the state of the run are lost; start the job again from its checkpoint, which "
                 "Strategy.checkpoints().resume() loads"
             )
-        old, begun = (self.state, self.strategy), newest >= 0
+        old = self.strategy
         strategy = Strategy(**self._options)
         try:
             if strategy.device.type != "cpu":
                 raise _no_nccl(strategy.device.type)
             state = self._made(strategy)
             self._at("built")
-            if begun:
+            if newest >= 0:
                 # A rank that has been away has an old state, which is none.
                 has_state = self._told.steps == newest and self.state is not None
                 source = self._parts(self.state) if has_state and self.state is not None else State()
@@ -375,9 +375,8 @@ class Survivors:
         # The old objects are kept until here: a further loss on the way would need them.
         self.state, self.strategy, self._has_formed = state, strategy, False
         self._told = self._told._replace(steps=max(newest, 0.0), passed=max(passed, -1.0))
-        if old[1] is not None:
-            old[1].close()
-        del old
+        if old is not None:
+            old.close()
         gc.collect()  # objects that refer to each other would keep the threads of their groups
 
     def _made(self, strategy: Strategy) -> TrainState:
