@@ -5,7 +5,11 @@ from collections.abc import Iterator
 
 import torch
 
-from par_checkpoint import CheckpointError, Receiver, Rendezvous, Staged, State, inspect
+from .._errors import CheckpointError
+from ..live.receiver import Receiver, Staged
+from ..live.rendezvous import Rendezvous
+from ..state.state import State
+from ..tools.inspect import inspect
 
 _PAUSE = 0.02  # seconds between two looks for a version
 

@@ -49,7 +49,7 @@ def modules(monkeypatch, package, contents):
         module = types.ModuleType(name)
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, name, module)
-    adapter = f"par_train.adapters.{package}"
+    adapter = f"par_checkpoint.engines.{package}"
     monkeypatch.delitem(sys.modules, adapter, raising=False)
     found = importlib.import_module(adapter)
     monkeypatch.delitem(sys.modules, adapter)
@@ -134,7 +134,7 @@ def engine_of(vllm, folder):
 def test_register_may_be_called_twice(vllm):
     vllm.register()
     vllm.register()
-    assert WeightTransferEngineFactory.names == {"par": ("par_train.adapters.vllm", "PublishedWeights")}
+    assert WeightTransferEngineFactory.names == {"par": ("par_checkpoint.engines.vllm", "PublishedWeights")}
 
 
 def test_vllm_worker_loads_each_version_complete(vllm, folder, store):

@@ -1,6 +1,6 @@
 """vLLM workers load the versions that a `Publisher` offers, through vLLM's interface for weight transfer.
 
-`register` is a plugin of vLLM, so vLLM calls it in each worker if par-train is installed:
+`register` is a plugin of vLLM, so vLLM calls it in each worker if par-checkpoint is installed:
 
 llm = LLM(folder, weight_transfer_config=WeightTransferConfig(backend="par"))
 llm.init_weight_transfer_engine({"init_info": {"address": "10.0.0.1:29600"}})
@@ -15,8 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ._options import missing
-from ._served import EngineWeights, tensors_of
+from . import MISSING
+from .weights import EngineWeights, tensors_of
 
 try:
     from vllm.distributed.weight_transfer.base import (
@@ -27,10 +27,10 @@ try:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 except ImportError as error:
-    raise missing("vllm", "vllm", "vllm") from error
+    raise ImportError(MISSING.format(name="vllm")) from error
 
 if TYPE_CHECKING:
-    from par_checkpoint import Staged
+    from ..live.receiver import Staged
 
 BACKEND = "par"
 

@@ -3,7 +3,7 @@
 Set these options of verl's rollout; each worker imports the module, and `par` becomes a backend:
 
 checkpoint_engine.backend = "par"
-checkpoint_engine.custom_backend_module = "par_train.adapters.verl"
+checkpoint_engine.custom_backend_module = "par_checkpoint.engines.verl"
 checkpoint_engine.engine_kwargs.par = {"address": "10.0.0.1:29600", "folder": "models/Qwen3-8B"}
 
 The trainer's first rank publishes the tensors that verl hands to it. A trainer that calls `par_checkpoint.Publisher`
@@ -18,15 +18,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from par_checkpoint import Publisher, Rendezvous, Staged, State
-
-from ._options import missing
-from ._served import EngineWeights, tensors_of
+from ..live.publisher import Publisher
+from ..live.receiver import Staged
+from ..live.rendezvous import Rendezvous
+from ..state.state import State
+from . import MISSING
+from .weights import EngineWeights, tensors_of
 
 try:
     from verl.checkpoint_engine.base import CheckpointEngineRegistry, CheckpointEngineWithCache
 except ImportError as error:
-    raise missing("verl", "verl", "verl") from error
+    raise ImportError(MISSING.format(name="verl")) from error
 
 _PAUSE = 0.02  # seconds between two looks for a version
 
