@@ -131,6 +131,7 @@ class LayerSetOperations:
         carried = common(qkv, "attention")
         q, k, v = (check(x, takes, "attention") for x in qkv)
         places = self._places(self.rules.inner)
+        # Without tokens and without an axis "sequence", each row is one document.
         known = places.tokens_of(q, tokens, "attention") or self.context.static(q.shape[1])
         q, k, v = (x.unflatten(-1, (-1, head)) for x in (q, k, v))  # [b, s, heads, head]
         mixed = self.context.attention(q, k, v, self._rows(known), mask=mask, sinks=sinks).flatten(-2)
@@ -253,6 +254,7 @@ class LayerSetOperations:
             x: Replicated activations [B, ..., features], or ids [B, S].
         """
         layout: ActivationLayout = self.rules.residual
+        # Integers such as ids have no gradient, so they need no collective in backward.
         if not x.is_floating_point():
             return cut_tokens(x, layout, self.grid)
         for axes, dim in self._cuts(layout, x.dim()):
@@ -268,6 +270,7 @@ class LayerSetOperations:
         """
         layout: ActivationLayout = self.rules.inner if inner else self.rules.residual
         y = check(y, Mark(layout, self), "gather")
+        # The fastest axis comes first, because its parts are adjacent.
         for axes, dim in reversed(self._cuts(layout, y.dim())):
             y = gather_from(y, self.grid.group(axes), dim)
         return y
@@ -299,6 +302,7 @@ class LayerSetOperations:
 
     def _static(self, local: int) -> Tokens:
         """Return the split of rows of one document into `local` tokens per sequence rank."""
+        # The context is created at the first call, not when a layer is created.
         return self.context.static(local)
 
     def _refuse_context(self, who: str, remedy: str) -> None:

@@ -138,10 +138,12 @@ def start_tree_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Callable[[], T
         A function that waits and returns the sum, of x's shape.
     """
     elements = x.numel()
+    # Zeros fill up the last part, because all ranks need parts of the same size.
     flat = torch.nn.functional.pad(x.reshape(-1), (0, -elements % group.size()))
     scattered = start_tree_reduce_scatter(flat, group)
 
     def finished() -> Tensor:
+        # Each element was added on one rank only, so all ranks receive the same bits.
         whole = finish(start_all_gather(scattered(), group))
         return whole[:elements].view(x.shape)
 
@@ -401,6 +403,7 @@ def swap(x: Tensor, group: dist.ProcessGroup, partner: int) -> Tensor:
     mine = sendable(x.contiguous(), group)
     theirs = torch.empty_like(mine)
     peer = dist.get_global_rank(group, partner)
+    # One batch, because over NCCL two ranks that both send first would wait for each other.
     works = dist.batch_isend_irecv(
         [dist.P2POp(dist.isend, mine, peer, group), dist.P2POp(dist.irecv, theirs, peer, group)]
     )

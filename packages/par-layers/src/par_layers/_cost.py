@@ -202,10 +202,12 @@ def _one_d(p: int, shape: Shape, *, sequence_parallel: bool) -> LayerCost:
         case LinearShape(k=k):
             return LayerCost((3 if sequence_parallel else 2) * full * k)
         case EmbeddingShape(role="embedding", features=h):
+            # Either one all-reduce in forward, or a reduce-scatter in forward and an all-gather in backward.
             return LayerCost(2 * full * h)
         case EmbeddingShape(features=h):
             return LayerCost((3 if sequence_parallel else 2) * full * h)
         case NormShape(features=h, mean=mean) if sequence_parallel:
+            # The gradients of the weights are partial over ranks with different tokens, and are summed once a step.
             return LayerCost(once=2 * Fraction(p - 1, p) * (2 if mean else 1) * h)
         case ModelShape():
             return _model(p, shape, sequence_parallel=sequence_parallel)
@@ -241,8 +243,10 @@ def _square(q: int, depth: int, shape: Shape) -> LayerCost:
     over_depth = 2 * Fraction(depth - 1, depth) / (q * q)
     match shape:
         case LinearShape(k=k, n=n):
+            # Forward broadcasts both operands, backward broadcasts them again and reduces both gradients.
             return LayerCost(3 * one * (m * k + k * n), over_depth * k * n)
         case EmbeddingShape(role="embedding", features=h, vocabulary=v):
+            # The look-up ends in a reduce-scatter over "row", and its backward is an all-gather.
             return LayerCost(2 * one * m * h, over_depth * v * h)
         case EmbeddingShape(features=h, vocabulary=v):
             swaps = Fraction(2 * h * v, q * q) if q > 1 else Fraction(0)  # off the diagonal; nothing on it
@@ -250,6 +254,7 @@ def _square(q: int, depth: int, shape: Shape) -> LayerCost:
         case NormShape(features=h, mean=mean):
             ranks = q * depth
             vectors = 2 * Fraction(ranks - 1, ranks) * (2 if mean else 1) * Fraction(h, q)
+            # Forward sums the mean, then the variance; backward sums two means. An all-reduce counts twice.
             return LayerCost((8 if mean else 4) * one * m, vectors)
     return LayerCost()
 
@@ -264,6 +269,8 @@ def _cube(d: int, shape: Shape) -> LayerCost:
     one = Fraction(d - 1, d**3)
     match shape:
         case LinearShape(k=k, n=n):
+            # Forward gathers both operands, backward gathers them again and reduce-scatters both gradients. The
+            # output is reduce-scattered, and its gradient is gathered.
             return LayerCost(one * (3 * m * k + 3 * k * n + 2 * m * n))
         case EmbeddingShape(role="embedding", features=h, vocabulary=v):
             return LayerCost(2 * one * (m * h + v * h))

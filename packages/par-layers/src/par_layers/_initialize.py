@@ -64,6 +64,7 @@ def initialize(
         place = device or ("cpu" if parameter.is_meta else parameter.device)
         filled = nn.Parameter(local.to(device=place, dtype=dtype), requires_grad=parameter.requires_grad)
         filled.__dict__.update(parameter.__dict__)  # the record, and what others know of it
+        # The swap keeps the Python object, which tied modules and optimizers may hold.
         torch.utils.swap_tensors(parameter, filled)
     half_normal.cache_clear()
 

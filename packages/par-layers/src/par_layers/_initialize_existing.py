@@ -50,6 +50,7 @@ def initialize_transformers_(part: nn.Module, twin: nn.Module, seed: int, device
     """
     modules, parameters = dict(part.named_modules()), dict(part.named_parameters())
     for path, module in twin.named_modules():
+        # PEFT moves an adapted module to `base_layer`, where the twin without adapters has the module itself.
         inside = f"{path}.base_layer" if f"{path}.base_layer" in modules else path
         prefix = f"{inside}." if inside else ""
         own = {key: parameters[prefix + key] for key in module._parameters if prefix + key in parameters}
@@ -59,6 +60,7 @@ def initialize_transformers_(part: nn.Module, twin: nn.Module, seed: int, device
             continue
         drawn = _drawn(twin, path, module, seed_of(seed, path))
         for key in (*own, *buffers):
+            # At version 0, nothing has written to the zeros that `_drawn` allocated.
             if version_of(drawn[key]) == 0:
                 raise ValueError(
                     f"{prefix + key!r} is drawn by nobody: neither {type(twin).__name__}._init_weights nor a "
@@ -86,6 +88,7 @@ def _drawn(twin: nn.Module, path: str, module: nn.Module, seed: int) -> dict[str
     try:
         with torch.random.fork_rng(devices=()):
             torch.default_generator.manual_seed(seed)
+            # First torch's own rule, as in the module's constructor, then the model's rule, which may override it.
             if callable(reset := getattr(module, "reset_parameters", None)):
                 reset()
             for maker, around in _from_inside(twin, path):

@@ -71,6 +71,7 @@ def layer_set(
         if groups is not None:
             topology = groups.topology
             mode, of_topology = topology.modes.get("tensor", (None, {}))
+            # Options of the call override those of the topology.
             given = {**of_topology, **given}
             if mode is None and axis_size(topology, "tensor") > 1:
                 raise ValueError(
@@ -173,6 +174,7 @@ class LayerSet(LayerSetOperations):
             init: Init rule of the weight; default: torch.nn.Linear's, uniform in +-1/sqrt(K).
         """
         rows = block_rows(out_features, blocks, unit, self.rules.column.rows, self.grid)
+        # A unit of 1 is a plain linear layer without heads, so every size passes.
         check_head(unit if unit > 1 else HEAD, self.rules.lanes)
         for run in rows:
             check_lanes(run.length, self.rules.lanes, "a block of out_features")
@@ -352,6 +354,7 @@ class LayerSet(LayerSetOperations):
                 "sets the capacity, so that it depends on the topology; pass capacity_factor=None"
             )
         made = make_moe(
+            self,
             hidden_size,
             intermediate_size,
             num_experts,
@@ -363,10 +366,6 @@ class LayerSet(LayerSetOperations):
             capacity_factor=capacity_factor,
             balance=balance,
             init=init,
-            residual=self.rules.residual,
-            axes=self.rules.inner.features,
-            grid=self.grid,
-            in_lanes=self.rules.experts_in_lanes,
         )
         return self._made(made, self.rules.residual, self.rules.residual)
 

@@ -24,9 +24,11 @@ def random_bits(
 
     Source: the rounds are those of the finaliser "lowbias32" of C. Wellons; constants of 64 bits are of SplitMix64.
     """
+    # The constants of SplitMix64, written as negative numbers, because they do not fit int64 otherwise.
     words = _folded(rows * -0x61C8864680B583EB) ^ key
     for factor in (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15):
         words = _folded(words * factor)
+    # Two rounds of the mixer lowbias32. The masks make torch's arithmetic shifts logical.
     x = torch.bitwise_xor(words.to(torch.int32), columns.to(torch.int32), out=room[0])
     shifted = torch.bitwise_right_shift(x, 16, out=room[1])
     x.bitwise_xor_(shifted.bitwise_and_(0xFFFF)).mul_(0x7FEB352D)

@@ -232,6 +232,7 @@ class LoadCounter:
             chosen, of_tokens = self._so_far[:-1].unsqueeze(0), self._so_far[-1:]
         # If no token counts, every numerator is zero, so a denominator of 1 gives zero instead of NaN.
         fractions = chosen * (experts / self.top_k) / of_tokens.clamp(min=1.0).unsqueeze(-1)
+        # Losses for metrics only; the loss that has a gradient is computed by `loss` from this rank's tokens.
         losses = {
             "aux": self.balance.aux_loss_coef * ((fractions * means).sum(1) / counted.clamp(min=1.0)).mean(),
             "z": self.balance.z_loss_coef * square.squeeze() / counted.sum().clamp(min=1.0),

@@ -138,6 +138,7 @@ def moe_cost(
             "change the sizes"
         )
     sent = _sent(shape, p, routing, imbalance)
+    # One list stands for all ranks when all send the same.
     totals = [p // len(sent) * sum(column) for column in zip(*sent, strict=True)]
     if rank is None:
         rank = max(range(p), key=totals.__getitem__)
@@ -147,6 +148,7 @@ def moe_cost(
     counts = Fraction(0) if shape.slots is not None else Fraction(experts * COUNT * (p - 1), p)
     first = shape.intermediate_size * (2 if shape.gated else 1) // split.tensor
     second = shape.intermediate_size // split.tensor
+    # Each token passes every shared expert, without a dispatch.
     products = rows + shape.tokens * shape.num_shared_experts
     return MoECost(
         send=counts + away * with_gates + arriving * plain + away * plain + arriving * with_gates,
@@ -157,7 +159,9 @@ def moe_cost(
         flops=6 * shape.hidden_size * (shape.tokens * experts + products * (first + second)),
         saved=rows * ((shape.hidden_size + first) * shape.element_size + max(GATE, shape.element_size)),
         imbalance=p * max(totals) / sum(totals) if any(totals) else Fraction(1),
+        # Counts, rows and outputs in forward, and two in backward; a capacity makes the counts known.
         collectives=0 if p == 1 else 5 - (shape.slots is not None),
+        # Without a capacity, the host reads the exchanged counts once.
         host_syncs=int(p > 1 and shape.slots is None),
     )
 
@@ -171,6 +175,7 @@ def _sent(shape: MoEShape, p: int, routing: Literal["uniform"] | Routing, imbala
             raise ValueError(
                 f"imbalance={imbalance}: the busiest of {p} ranks has 1 to {p} times the mean; pass a number in between"
             )
+        # One rank is the busiest, and the rest divide what is left.
         most = Fraction(imbalance) * shape.tokens * shape.top_k / p
         rest = (Fraction(shape.tokens * shape.top_k) - most) / max(p - 1, 1)
         return [[most, *[rest] * (p - 1)]]

@@ -61,6 +61,7 @@ class TokenDispatcher:
         self.group = None if self.ranks == 1 else group
         self._most = 1  # on CPUs, the highest number of tokens of any rank in the last dispatch; the same on all ranks
         if num_experts < 1 or num_experts % self.ranks:
+            # Rank i holds the i-th block of experts, so all ranks need the same number.
             raise ValueError(
                 f"num_experts={num_experts}: not a multiple of the {self.ranks} ranks of the group; pass a multiple of "
                 f"{self.ranks}, or use fewer ranks"
@@ -135,6 +136,7 @@ class TokenDispatcher:
         # gloo aborts the process when split sizes differ. So all ranks use the number of the last dispatch, and send
         # their own number with the rows. If the highest one has changed, every rank sees that and dispatches again.
         before = self._most
+        # The slots follow the number of the last dispatch, and the message carries this rank's own number.
         handle = self._handle(x, gates, self._slots(x, ids, gates, before, priorities, max(own, 1)))
 
         def again(heard: int) -> DispatchHandle | None:
@@ -203,6 +205,7 @@ class TokenDispatcher:
             def settle() -> Splits:
                 return splits
 
+        # `places` is where the row of each token and each choice stands in the sorted order.
         places = inverse(order).view(ids.shape)
         return Route(x.shape[1], gates.dtype, order // ids.shape[1], order, places, settle=settle, group=self.group)
 
@@ -230,6 +233,7 @@ class DispatchHandle:
     def _agree(self) -> None:
         """Dispatch again, at most once, if the highest number of tokens of any rank has changed."""
         again, self.again = self.again, None
+        # Every rank of the group hears the same number, so all of them dispatch again, or none.
         handle = None if again is None else again(self._route.heard())
         if handle is not None:
             self._route, self._x = handle._route, handle._x
@@ -414,6 +418,7 @@ class _Receive(torch.autograd.Function):
     def backward(ctx: Any, rows: Tensor, gates: Tensor) -> tuple[Tensor, None]:
         route: Route = ctx.route
         splits = route.splits
+        # The gradient travels the other way: this rank sends what it received, and receives what it sent.
         route.pending.begin(route.pack_back(rows, gates), splits.expected, splits.sizes)
         return rows.new_zeros(0), None
 

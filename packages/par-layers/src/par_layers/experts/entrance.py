@@ -104,6 +104,7 @@ class Entrance:
         # one rank only, both gradients are complete there, and one tensor serves the router and the experts.
         width = x.shape[-1]
         if self.group is None or (self.whole and self.sequence):
+            # Sequence parallelism has split the tokens, and each expert is on one rank: nothing to convert.
             routed = x.reshape(-1, width)
             return routed, routed
         if self.whole:
@@ -113,6 +114,8 @@ class Entrance:
             routed, sent = _GatherTwice.apply(x, self.group)  # type: ignore[no-untyped-call]
             return routed.reshape(-1, width), sent.reshape(-1, width)
         routed = x.reshape(-1, width)
+        # Every rank computes with its shard of the experts, so the experts' gradient needs an all-reduce; the
+        # router's does not.
         return routed, copy_to(routed, self.group)
 
     def factors(self, x: Tensor) -> Tensor:
@@ -139,6 +142,7 @@ class Entrance:
             x: The activation that entered.
         """
         if self.sums_parts:
+            # Each rank returns partial sums for all tokens of the group.
             return self.reduce(sums.view(*self._tokens(x), x.shape[-1]))
         if self.sequence or self.group is None:
             return sums.view(x.shape)
@@ -209,6 +213,7 @@ class _JoinRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        # After the layer every rank holds the same activation, so it has the same gradient.
         return _own_rows(gradient, ctx.group), None, None
 
 

@@ -85,6 +85,7 @@ class Experts(ParallelLayer):
         self.num_experts, self.hidden_size, self.intermediate_size = num_experts, hidden_size, intermediate_size
         self.transposed = config.transposed
         shards = _ExpertShards(Grid(None) if grid is None else grid, num_experts, intermediate_size, config.transposed)
+        # Ranks of one expert add their outputs, so only the first shard adds the second bias.
         self.num_local_experts, self._adds_bias = shards.local_experts, shards.rank == 0
         # Gate and up are sharded separately, so that each rank has matching features of both. Interleaved weights hold
         # pairs of neighbours, which one contiguous shard keeps together.
@@ -227,6 +228,7 @@ class _ExpertShards:
             axes = (EXPERT, FEATURES)
         local = list(size)
         local[1 + (cut or 0)] *= runs
+        # The stride of a dim is the product of the local sizes of the dims behind it, in the order of memory.
         stride = [math.prod(local[dim] for dim in order if order.index(dim) > order.index(of)) for of in order]
         boxes = []
         for run in range(runs):
@@ -352,6 +354,7 @@ class _ExpertsFunction(torch.autograd.Function):
             if call.adds_bias:
                 of_gates += (gradient * of_each_row(down_bias, segments)).sum(1, dtype=gates.dtype)
         if route is not None:
+            # One token has several rows, whose gradients are added.
             of_rows = None if of_rows is None else route.summed(of_rows)
             of_gates = route.placed_gates(of_gates)
         return of_rows, of_gates, None, of_up, of_down, of_up_bias, of_down_bias

@@ -73,6 +73,7 @@ class _LaneRows:
     def lanes(self) -> Iterator[tuple[int, slice]]:
         """Yield the expert and the rows of each lane that has rows of it."""
         start = 0
+        # The rows of an expert are sorted by source, and each source is one lane of one device.
         for expert, of_lanes in enumerate(self.sizes):
             for size in of_lanes:
                 if size:
@@ -89,6 +90,7 @@ class _LaneRows:
         terms: list[list[Tensor]] = [[] for _ in self.sizes]
         for expert, rows in self.lanes():
             terms[expert].append(of_lane(expert, rows))
+        # fp64 numbers on a common grid add exactly, so the number of ranks does not change the bits.
         total = torch.zeros(like.shape, dtype=torch.float64, device=like.device)
         for out, gradients in zip(total.unbind(), terms, strict=True):
             if gradients:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from .._activations import LayerSetOperations
 from ..layers.linear import ParallelLinear, check_divides
 from ..layers.parameter import Init, Rows
 from ..modes.grid import EXPERTS, Axes, Grid
@@ -173,6 +174,7 @@ class MoE(nn.Module):
 
 
 def make_moe(
+    layers: LayerSetOperations,
     hidden_size: int,
     intermediate_size: int,
     num_experts: int,
@@ -185,14 +187,11 @@ def make_moe(
     capacity_factor: float | None,
     balance: LoadBalancing | None,
     init: Init | None,
-    residual: ActivationLayout,
-    axes: tuple[str, ...],
-    grid: Grid,
-    in_lanes: bool,
 ) -> MoE:
     """Make the MoE layer of a layer set whose mode is "1d" or one device.
 
     Args:
+        layers: The layer set.
         hidden_size: Features of the residual stream, h.
         intermediate_size: Features of an expert's activation, f.
         num_experts: Number of experts on all ranks, E.
@@ -204,11 +203,9 @@ def make_moe(
         capacity_factor: Capacity of an expert, or None.
         balance: Load balancing; None for none.
         init: Init rule of the weights; None for torch.nn.Linear's.
-        residual: Layout of the activations.
-        axes: Axes of the tensor group.
-        grid: Coordinates of this rank.
-        in_lanes: Whether experts compute the rows of each lane alone.
     """
+    grid, rules = layers.grid, layers.rules
+    residual, axes = rules.residual, rules.inner.features
     experts_grid = Grid(grid.groups, view=EXPERTS)
     unsplit = () if grid.topology is None else tuple(grid.topology.axes)
     products = () if grid.topology is None else tuple(grid.topology.products)
@@ -239,7 +236,7 @@ def make_moe(
     # ranks differ in which parameters they use.
     exchanges = grid.groups is not None and experts_grid.size(("expert_parallel",)) > 1
     private = grid.groups.channels("expert_parallel", 1)[0] if grid.groups is not None and exchanges else None
-    make_experts = LaneExperts if in_lanes else Experts
+    make_experts = LaneExperts if rules.experts_in_lanes else Experts
     shared, shared_gate = None, None
     if num_shared_experts:
         features = num_shared_experts * intermediate_size
@@ -252,7 +249,7 @@ def make_moe(
             hidden_size, num_experts, top_k, config=router, balance=balance, grid=grid, token_axes=token_axes, init=init
         ),
         make_experts(num_experts, hidden_size, intermediate_size, config=expert, grid=experts_grid, init=init),
-        TokenDispatcher(num_experts, private, capacity_factor=capacity_factor, by_source=in_lanes),
+        TokenDispatcher(num_experts, private, capacity_factor=capacity_factor, by_source=rules.experts_in_lanes),
         entrance,
         shared,
         shared_gate,

@@ -36,6 +36,7 @@ class ParallelClassifier(ParallelLayer):
         check_divides(hidden, layout.features, grid, "hidden")
         bound = 1 / math.sqrt(hidden)
         rows = [Rows(length=classes)]
+        # The input is [B, hidden], so only batch axes give ranks different examples and leave gradients partial.
         self.weight = make_parameter(rows, [(hidden, layout.features)], grid, uniform(bound), layout.batch)
         self.bias = make_parameter(rows, [], grid, uniform(bound), layout.batch) if bias else None
         self._layout = layout
@@ -47,6 +48,7 @@ class ParallelClassifier(ParallelLayer):
         x, weight, bias = in_autocast_dtype(x, self.weight, self.bias)
         if self._group is None:
             return functional.linear(x, weight, bias)
+        # The bias is added after the sum. In the matmul it would count once per rank.
         logits = reduce_from(functional.linear(x, weight), self._group)
         return logits if bias is None else logits + bias
 
@@ -99,7 +101,10 @@ class ParallelVocabClassifier(ParallelLayer):
                 shape = (tied.vocabulary, tied.features)
                 raise ValueError(f"the shared table is {shape}, the classifier {(vocabulary, hidden)}; make them equal")
             self.weight = tied.weight
+            # 3D shards the table over "weight", too. `tied_product` gathers that axis, so logits are sharded over
+            # `axes` only.
             local = padded(vocabulary, grid.size(rules.vocabulary + rules.vocabulary_gathered)) // grid.size(axes)
+        # Only the last ranks hold padding, and such a rank may hold nothing else.
         self._real = min(local, max(vocabulary - grid.index(axes) * local, 0))
         self._local = local
 
@@ -114,6 +119,7 @@ class ParallelVocabClassifier(ParallelLayer):
             logits = self._rules.column_product(x, weight, None, hook)
         if self._real == self._local:
             return logits
+        # Padding must neither count in a softmax nor have the largest logit.
         padding = torch.arange(self._local, device=logits.device) >= self._real
         return logits.masked_fill(padding, -torch.inf)
 

@@ -40,6 +40,7 @@ class ParallelEmbedding(ParallelLayer):
         self.vocabulary = vocabulary
         self._layout, self._grid, self._token_parameters = rules.residual, grid, rules.token_parameters
         others = [(features, rules.residual.features)]
+        # Each rank looks up its own tokens, so gradients are partial over the axes that split tokens.
         self.weight = make_parameter(
             [Rows(length=vocabulary)], others, grid, init or normal(1.0), rules.residual.tokens
         )
@@ -89,10 +90,16 @@ class ParallelVocabEmbedding(ParallelLayer):
         attributes.EXACT_GRADIENTS.set(self, rules.lanes.in_layers)
         axes = rules.vocabulary + rules.vocabulary_gathered
         rows = Rows(length=vocabulary, axes=axes, padded=padded(vocabulary, grid.size(axes)))
+        # Over an axis that shards the table, the backward of the reduce-scatter gathers the gradients of all tokens.
+        # Only the other batch axes leave gradients partial.
         sum_over = tuple(axis for axis in rules.residual.batch if axis not in axes)
         init = init or normal(1.0)
-        fill = init if padding_id is None else _with_zero_row(init, padding_id)
-        self.weight = make_parameter([rows], [(features, rules.residual.features)], grid, fill, sum_over)
+        if padding_id is not None:
+            # A rule that draws each element by its position stays one, so a rank still draws only its own rows.
+            init = (
+                _ByPlaceWithZeroRow(init, padding_id) if isinstance(init, ByPlace) else _WithZeroRow(init, padding_id)
+            )
+        self.weight = make_parameter([rows], [(features, rules.residual.features)], grid, init, sum_over)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Map full ids [B, S] to [B, S, features] in the residual layout.
@@ -108,11 +115,14 @@ class ParallelVocabEmbedding(ParallelLayer):
         if rules.residual.sequence:
             check_divides(ids.shape[SEQUENCE], rules.residual.sequence, grid, "the sequence")
         table: Tensor = self.weight
+        # 3D shards the rows over a second axis. Backward reduce-scatters, so each rank gets the sum for its own rows.
         if grid.size(rules.vocabulary_gathered) > 1:
             table = all_gather_to(table, grid.group(rules.vocabulary_gathered), 0)
         if grid.size(rules.vocabulary) == 1:
             return rules.token_parameters.look_up(cut_tokens(ids, rules.residual, grid), table, self.padding_id)
-        looked_up = self._look_up(cut_batch(ids, self._batch_before, grid), table)
+        # The ids are split over the batch axes that do not shard the table; the look-up's result over the others.
+        before = tuple(axis for axis in rules.residual.batch if axis not in rules.vocabulary)
+        looked_up = self._look_up(cut_batch(ids, before, grid), table)
         group = grid.group(rules.vocabulary)
         # The ranks that hold other rows of the table also hold other rows of the batch, so each keeps only its batch
         # rows.
@@ -121,12 +131,6 @@ class ParallelVocabEmbedding(ParallelLayer):
         if rules.residual.sequence:
             return reduce_scatter_to(looked_up, group, SEQUENCE)
         return reduce_from(looked_up, group)
-
-    @property
-    def _batch_before(self) -> Axes:
-        """Batch axes that split the ids before the look-up. The remaining batch axis splits its result."""
-        batch = self._rules.residual.batch
-        return tuple(axis for axis in batch if axis not in self._rules.vocabulary)
 
     def _look_up(self, ids: Tensor, table: Tensor) -> Tensor:
         """Return the table's rows of the ids in this rank's shard, and zeros for all other ids."""
@@ -237,6 +241,7 @@ class ParallelPatchEmbedding(ParallelLayer):
         pixels = functional.unfold(images, self.patch, stride=self.patch).transpose(1, 2)  # [B, patches, C * p * p]
         patches = functional.linear(pixels, self.weight, self.bias)
         tokens = torch.cat([self.class_token.expand(batch, 1, -1), patches], dim=1)
+        # The split comes after the class token, which is token 0 of the first sequence rank.
         return tokens[:, part(tokens.shape[1], self._layout.sequence, self._grid, "1 + patches")]
 
 
@@ -262,6 +267,8 @@ def cut_batch(x: Tensor, axes: Axes, grid: Grid) -> Tensor:
 def check_ids(ids: Tensor, vocabulary: int) -> None:
     """Raise ValueError for an id that is not in the vocabulary; on an accelerator asserts there, without waiting."""
     fine = (ids >= 0) & (ids < vocabulary)
+    # On an accelerator, a look at `fine` on the host would wait for the device, and torch.compile cannot branch on
+    # it.
     if ids.device.type == "cpu" and not torch.compiler.is_compiling():
         if not fine.all():
             raise ValueError(f"id {ids[~fine][0].item()} is outside the vocabulary: ids are 0 to {vocabulary - 1}")
@@ -272,11 +279,6 @@ def check_ids(ids: Tensor, vocabulary: int) -> None:
 def padded(length: int, parts: int) -> int:
     """Return the next multiple of `parts`."""
     return math.ceil(length / parts) * parts
-
-
-def _with_zero_row(init: Init, row: int) -> Init:
-    """Return an init rule that leaves one row at zero."""
-    return _ByPlaceWithZeroRow(init, row) if isinstance(init, ByPlace) else _WithZeroRow(init, row)
 
 
 @dataclass(frozen=True)

@@ -65,11 +65,13 @@ class ParallelLinear(ParallelLayer):
         bound = 1 / math.sqrt(in_features)
         check_divides(in_features, cut.columns, grid, "in_features")
         self.weight = make_parameter(rows, [(in_features, cut.columns)], grid, init or uniform(bound), cut.sum_over)
+        # The bias is added to the output, so its gradient is partial over the axes that split the output's tokens.
         self.bias = make_parameter(rows, [], grid, uniform(bound), out.tokens) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Map local activations [..., k] to local activations [..., n]."""
         check_features(x, self._local_in, self._takes, "a linear")
+        # A function that replaces the matmul calls the hook itself.
         weight, hook = weight_and_hook(self) if self.linear is None else (self.weight, None)
         x, weight, bias = in_autocast_dtype(x, weight, self.bias)
         y = self._product(x, weight, bias, hook, self.linear)
@@ -125,6 +127,7 @@ def _rows_of_block(length: int, unit: int, axes: Axes, grid: Grid) -> Rows:
     units, ranks = length // unit, grid.size(axes)
     if units % ranks == 0:
         return Rows(length=length, axes=axes)
+    # The longest prefix of axes comes first, because it replicates the block on the fewest ranks.
     for leading in range(len(axes) - 1, 0, -1):
         if units < ranks and units % grid.size(axes[:leading]) == 0:
             return Rows(length=length, axes=axes[:leading], sum_over=axes[leading:])

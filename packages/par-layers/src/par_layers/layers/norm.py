@@ -51,6 +51,7 @@ class ParallelNorm(ParallelLayer):
         if self._group is None:
             return self._token_parameters.norm(x, weight, bias, eps=self.eps, mean=self._mean)
         normal: Tensor = _Normalise.apply(x, self._group, self.features, self.eps, self._mean)  # type: ignore[no-untyped-call]
+        # Autograd computes the gradients of weight and bias; they are partial over the axes that split tokens.
         scaled = normal * weight
         return (scaled if bias is None else scaled + bias).to(x.dtype)  # weights may be wider
 
@@ -73,6 +74,7 @@ class _Normalise(torch.autograd.Function):
             wide = wide - _sum(wide, group) / features
         scale = torch.rsqrt(_sum(wide.square(), group) / features + eps)
         normal = (wide * scale).to(x.dtype)
+        # Backward needs only the normalized values and one number per token, so x is not saved.
         ctx.save_for_backward(normal, scale)
         ctx.group, ctx.features, ctx.mean = group, features, mean
         return normal

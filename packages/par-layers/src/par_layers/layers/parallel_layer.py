@@ -61,6 +61,7 @@ class ParallelLayer(nn.Module):
         state = self.__getstate__()  # type: ignore[no-untyped-call]
         own = {key: copy.deepcopy(value, memo) for key, value in state.items() if isinstance(value, _COPIED)}
         made.__setstate__({**state, **own})  # type: ignore[no-untyped-call]
+        # torch's deep copy of a parameter drops its attributes.
         for name, parameter in _with_records(self):
             _put_back(made._parameters[name], parameter.shape, parameter.par_sharding, _init_of(parameter))
         return made
@@ -75,6 +76,7 @@ def check_records(model: nn.Module, record: str = attributes.SHARDING.name) -> N
     """
     for path, module in model.named_modules():
         ours = record in module.records if isinstance(module, ParallelLayer) else RECORDS_OF_MODULE in module.__dict__
+        # A model that was sharded in place has sharding metadata but no init rules.
         if ours and (isinstance(module, ParallelLayer) or record == attributes.SHARDING.name):
             for name, parameter in module.named_parameters(path, recurse=False):
                 if not hasattr(parameter, record):

@@ -160,6 +160,8 @@ class _Normal:
         values, found = words.view(torch.float32), more_words.view(torch.float32)
         # The 1 keeps the probability above 0, whose normal number would be infinite.
         values.copy_(torch.bitwise_and(drawn, 0x7FFFFFFF, out=bins)).add_(1.0)  # the probability times 2**31
+        # The bits of the float, shifted, are the number of its bin: the exponent and the leading bits of the
+        # mantissa.
         torch.bitwise_right_shift(words, _BIN_SHIFT, out=bins).sub_(_FIRST_BIN)
         offset, slope = half_normal()
         torch.index_select(slope, 0, bins.flatten(), out=found.view(-1))
@@ -215,11 +217,13 @@ def half_normal() -> tuple[Tensor, Tensor]:
     """
     # The table is cached, so the default device of whoever comes first, such as meta, must not apply to it.
     with torch.device("cpu"):
+        # Each power of two from 1 to 2**31 has 256 bins of equal width.
         edges = (torch.arange(32 << (23 - _BIN_SHIFT), dtype=torch.int32) + _FIRST_BIN) << _BIN_SHIFT
         below = edges.view(torch.float32).double()  # probability times 2**31
         above = below.roll(-1)
         # `roll` has put the first edge here, where the upper edge of the last bin belongs.
         above[-1] = 2.0**32
+        # Half of a probability is on either side of 0. Past 2**31 only that number itself is drawn, and it maps to 0.
         left, right = (-torch.special.ndtri((edge / 2**32).clamp(max=0.5)) for edge in (below, above))
         slope = (right - left) / (above - below)
         return (left - slope * below).float(), slope.float()

@@ -119,5 +119,6 @@ def stand_ins(topology: Topology, view: str | None) -> dict[str, Axes]:
         return {}
     if view != EXPERTS:
         raise ValueError(f"the topology has no view {view!r}; views are {sorted(topology.views)}")
+    # Without the view, no axis distributes experts: each rank holds all of them, each sharded over "tensor".
     tensor = topology.leaves("tensor") if "tensor" in (*topology.axes, *topology.products) else ()
     return {"expert_parallel": (), "expert_tensor": tensor}

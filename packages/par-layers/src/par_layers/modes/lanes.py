@@ -92,6 +92,7 @@ def rules_in_lanes(mode: str | None, grid: Grid, options: dict[str, Any], lanes:
         vocabulary=axes,
         tied_product=column,
         token_losses=LaneLosses(group, lanes.tensor),
+        # A lane has a part of each run, such as q, k and v, so the product needs the runs' local sizes.
         of_runs=lambda product, runs: replace(product, runs=runs),
         token_parameters=ChunkedParameters(row.sums),
         lanes=lanes,
@@ -201,6 +202,7 @@ class _LaneColumnMatmul(torch.autograd.Function):
         ctx.product, ctx.hook = product, hook
         save_operands(ctx, x, weight)
         whole, blocks = product.gather(x), product.blocks(weight, 0)
+        # The order of the features is that of the weight's rows: run by run, and lane by lane inside a run.
         lanes = [
             torch.cat([rows.mm(block.t()) for run in blocks for block in run], 1) for rows in product.rows.blocks(whole)
         ]
@@ -215,12 +217,14 @@ class _LaneColumnMatmul(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         pieces = [product.blocks(rows, 1) for rows in product.rows.blocks(gradient)]
         group = product.group
+        # The gather is in flight during the matmuls of the input gradient.
         gathering = start_all_gather(x, group) if needs_weight and product.sequence and group is not None else None
         summing = None
         if needs_x:
             blocks = product.blocks(weight, 0)
             sums = []
             for piece in pieces:
+                # The input gradient is a sum over all output features, so over the runs and over the lanes.
                 by_run = [[d.mm(w) for d, w in zip(*run, strict=True)] for run in zip(piece, blocks, strict=True)]
                 # The tree over lanes is outermost, because its upper nodes are on several ranks.
                 sums.append(tree([tree(of_lane) for of_lane in zip(*by_run, strict=True)]))
@@ -281,6 +285,7 @@ class LaneRow:
         """Multiply [..., K/p] by [N, K/p]; return [..., N] or [B, S/p, N]. The bias is added once, after the sum."""
         _check_torch(linear)
         y: Tensor = _LaneRowMatmul.apply(x, weight, self, hook)  # type: ignore[no-untyped-call]
+        # The lanes of this rank are one subtree, so the tree over the ranks continues their sum.
         if self.group is not None and self.sequence:
             y = tree_reduce_scatter_to(y, self.group, SEQUENCE)
         elif self.group is not None:
@@ -310,6 +315,7 @@ class _LaneRowMatmul(torch.autograd.Function):
         pieces = [rows.contiguous() for rows in product.rows.blocks(gradient)]
         of_x = of_weight = None
         if ctx.needs_input_grad[0]:
+            # Each lane has its own input features, so nothing is summed here.
             blocks = _columns(weight, product.lanes)
             of_x = product.rows.join([torch.cat([rows.mm(block) for block in blocks], 1) for rows in pieces], gradient)
         if ctx.needs_input_grad[1]:
@@ -340,6 +346,7 @@ class LaneLosses:
 
     def __call__(self, logits: Tensor, target: Tensor, grid: Grid, axes: Axes, options: LossOptions) -> Tensor:
         """Return the losses of tokens, from full or sharded logits."""
+        # With lanes no vocabulary is padded, because `check_lanes` requires that it divides.
         ranks = options.classes // logits.shape[-1]
         sums = LaneSums(self.group if ranks > 1 else None, self.lanes // ranks)
         return losses_of_cut_vocabulary(logits, target, sums, grid.index(axes) if ranks > 1 else 0, options)

@@ -76,6 +76,7 @@ def _one_d(grid: Grid, *, sequence_parallel: bool = False, kv_heads: int | None 
     group = grid.group(axes)
     column = Column1D(group, sequence_parallel)
 
+    # The residual stream is equal on all ranks, and so is its gradient. That is why `gather_from` need not sum it.
     def to_residual(y: Tensor) -> Tensor:
         return all_to_all(y, group, SEQUENCE, -1) if sequence_parallel else gather_from(y, group, -1)
 
@@ -108,7 +109,9 @@ def _square(grid: Grid, depth: Axes) -> ModeRules:
     With a depth, of several squares with different tokens.
     """
     layout = ActivationLayout(batch=(*depth, "row"), features=("col",))
+    # Ranks of one row differ in their column, so the group along a row is the axis "col".
     product = Summa(along_row=grid.group(("col",)), along_col=grid.group(("row",)))
+    # The squares along `depth` hold the same weights and see different tokens.
     cut = WeightSharding(rows=("col",), columns=("row",), sum_over=depth)
     q = grid.size(("col",))
     # A classifier multiplies by the transposed table, so the ranks (row, col) and (col, row) exchange their blocks.
@@ -136,6 +139,7 @@ def _three_d(grid: Grid) -> ModeRules:
     return ModeRules(
         residual=ActivationLayout(batch=("weight", "input"), features=("output",)),
         inner=ActivationLayout(batch=("weight", "output"), features=("input",)),
+        # All three axes shard each weight, so no gradient is partial over an axis.
         column=WeightSharding(rows=("input",), columns=("output", "weight")),
         row=WeightSharding(rows=("output",), columns=("input", "weight")),
         column_product=Cube(gather=incoming, scatter=outgoing, weight=weight),
@@ -145,5 +149,6 @@ def _three_d(grid: Grid) -> ModeRules:
         to_residual=lambda y: exchange(y, cube, (i * d + o) * d + w),
         vocabulary=("input",),
         vocabulary_gathered=("weight",),
+        # The embedding shards the rows of the table over "weight"; a linear layer shards its columns.
         tied_product=Cube(gather=incoming, scatter=outgoing, weight=weight, weight_dim=0),
     )

@@ -157,6 +157,7 @@ class _SummaReduction:
         work = dist.reduce(partial, root, group=self._group, async_op=True)  # sum, at the root alone
         if work is not None:
             self._works.append(work)
+        # The reduction writes the sum into the root's own tensor.
         if member == dist.get_rank(self._group):
             self._mine = partial
 
