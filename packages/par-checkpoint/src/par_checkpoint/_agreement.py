@@ -53,8 +53,10 @@ class SameOptions:
         Raises:
             ValueError: An option differs; the message lists its values and their ranks.
         """
+        # Equal digests add up to `size` times one of them. Any difference changes a sum.
         if list(sums) == [ranks.size * word for word in self.words()]:
             return
+        # Only on this error path do the values themselves travel, so that the error can name them.
         of_ranks = ranks.distinct(self.values)
         for name in self.values:
             given: dict[str, list[int]] = {}
@@ -207,6 +209,7 @@ def _united(state: EncodedState, summary: StateSummary | None, ranks: Ranks, nam
     state = united_state(state, summaries, {name: place for place, name in enumerate(names)})
     if len(present) == len(told):
         return state
+    # The first rank that has a part of the run sends the merged state to the ranks without one.
     owner = present[0][0][0]
     return next(each for _, each in ranks.distinct(state if ranks.rank == owner else None) if each is not None)
 

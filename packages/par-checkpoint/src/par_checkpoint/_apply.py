@@ -185,6 +185,7 @@ def apply_(into: Into, source: Source, ranks: Ranks) -> StateReport:
             fills_optimizer=bool(of_optimizer.pending),
             sets_more=state.scheduler is not None,
         )
+        # Ranks add these up: a stored name that no rank uses is unexpected.
         return (of_model, of_optimizer, buffers, announced), [key in used for key in stored]
 
     # Everything that can fail is checked by now on every rank. From here on, all ranks change their objects or none
@@ -198,10 +199,12 @@ def apply_(into: Into, source: Source, ranks: Ranks) -> StateReport:
         _check_strict(source, report, unmade.values())
     report = replace(report, missing=(*report.missing, *unmade))
     matches = matching_groups([of_rank.groups for of_rank in announced], len(outline.groups()))
+    # Names that the model ties must hold equal tensors in the source, because one memory receives them.
     source.check([of_model, of_optimizer], {pair for of_rank in announced for pair in of_rank.same})
     # A read is collective, so a rank without tensors of the model takes part in it, too.
     if any(of_rank.fills_model for of_rank in announced):
         source.fill_(of_model)
+    # Buffers on the meta device that are not in the source are computed, not read.
     if report.recomputed:
         ranks.agree(lambda: make_buffers_(model, buffers, device_for(into.device, model)))
     has_own_code = any(of_rank.loads_itself for of_rank in announced)
@@ -246,6 +249,7 @@ def _run(act: Callable[[], None], ranks: Ranks, *, together: bool) -> None:
             text = f"load_state_dict of the model or the optimizer raised {type(error).__name__}: {error}{UNDEFINED}"
             raise CheckpointError(text) from error
 
+    # An agreement costs a message, so ranks agree only if code of the caller runs on one of them.
     if together:
         ranks.agree(run)
     else:

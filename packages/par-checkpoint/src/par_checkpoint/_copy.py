@@ -184,6 +184,7 @@ class _Copy:
         self, name: str, record: FileRecord, begin: int, memory: memoryview, source: FileSource, writer: Writer
     ) -> None:
         """Read some blocks, check them and write them; the header goes with the first."""
+        # The header goes with the first block. A file without a header begins with its data.
         if begin == record.data_begin and begin:
             header = bytes_of(torch.empty(begin, dtype=torch.uint8, device="cpu"))
             source.read_into(0, header)

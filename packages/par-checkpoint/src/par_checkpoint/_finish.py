@@ -82,7 +82,7 @@ def commit(
         staging.write(name, data)
         records[name] = record_of(data, BLOCK)
     beside = {}
-    for name, data in content.beside.items():  # which people edit: nothing but `verify` compares their checksums
+    for name, data in content.beside.items():
         staging.write(name, data)
         # People edit these files, such as a chat template, so only `verify` compares their checksums.
         beside[name] = record_of(data, BLOCK)

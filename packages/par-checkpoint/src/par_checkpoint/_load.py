@@ -106,6 +106,7 @@ def load(
         ranks = session.ranks
         session.settle("wait")
 
+        # Everything that may fail on one rank only happens in here, so that `tell` raises on all ranks.
         def opened() -> tuple[tuple[_LoadPlan, list[Folder], SameOptions], list[int]]:
             check_policy("format", format, Format)
             check_policy("transfer", transfer, Transfer)
@@ -229,6 +230,7 @@ def _load_sound(plan: _LoadPlan, folder: Folder, session: Session) -> LoadReport
         return ranks.on_first(lambda: version_of(folder))
 
     while True:
+        # The load fills this with the corrupt blocks that this rank finds; they are then read from a copy.
         wrong: list[tuple[str, int]] = []
         try:
             return retry_while_replaced(

@@ -22,6 +22,7 @@ class ProgressBar:
         self._bar: Any = None
         shown = sys.stderr.isatty() if wanted is None else wanted
         if rank == 0 and shown and (tqdm := _tqdm()) is not None:
+            # The bar shows this rank's part of the bytes, because a common bar would need messages.
             self._bar = tqdm(total=total // size, desc=what, unit="B", unit_scale=True, leave=False)
 
     def add(self, count: int) -> None:

@@ -122,6 +122,7 @@ def save(
                 safetensors_name(entry.dtype, entry.name)  # raises if files cannot hold it
             if files.style == "torch":
                 check_loadable(content)
+            # Rank 0 writes these files for all, so no other rank needs to read them.
             if ranks.rank == 0:
                 beside = files_beside(
                     model,
@@ -171,6 +172,7 @@ def save(
                 ),
             )
             summary = SaveSummary(
+                # The other ranks add zero, so all ranks receive the number of rank 0.
                 nonce=[uuid.uuid4().int >> 80 if ranks.rank == 0 else 0],
                 sharing=[int(folder.sharing == kind) for kind in Sharing],
                 claims=words_of(planned.claims, ranks.rank),
@@ -195,6 +197,7 @@ def save(
         # Ranks may see one path on several file systems. The strictest of these kinds holds for all.
         sharing = max(kind for kind, count in zip(Sharing, sums.sharing, strict=True) if count)
         differs = same.differences(sums, ranks.size)
+        # Without a difference, the layout of one rank stands for all.
         layouts = ranks.distinct(same.layout) if "layout" in differs else [((0,), same.layout)]
         check_layout([names for _, names in layouts])
         prepared = _prepare(session, planned, sums.claims, folder, sharing)
@@ -263,6 +266,7 @@ def _copies(
             next_tier = folders[1] if len(folders) > 1 else None
             if not copy_on(job.saved[0], next_tier, ranks, nonce, overwrite=overwrite, threads=threads):
                 return  # a later save has taken its place, and is copied next
+            # Tiers are filled in order, so the first one of the list is complete now.
             handle._missing = handle._missing[1:]
         for source, target in pairwise(folders[1:] if job.saved else folders):
             # The version is read once, so all ranks copy one checkpoint even if a later save replaces it in the

@@ -36,6 +36,7 @@ def save_torch_file(path: str | os.PathLike[str], **part: Any) -> None:
                 f"path={target!r}: a single file of torch.save is written to local disks only; pass a local path, or "
                 "write a folder with save()"
             )
+    # A folder of its own first: the old file stays until the new one is complete.
     staging = f"{target}.saving"
     save(staging, **part, overwrite=True, format=Format(style="torch"))
     with together(kind, *_world()):  # on each rank, this returns when the file exists

@@ -106,6 +106,7 @@ def check_loadable(content: Content) -> None:
     Raises:
         TypeError: A value that it refuses, for its class could run code.
     """
+    # Tensors can always be loaded, and ties would look for them, so neither takes part in the check.
     for section, value in (("model", _model({}, replace(content, tied={}))), ("optimizer", _optimizer({}, content))):
         file = io.BytesIO()
         torch.save(value, file)
@@ -128,6 +129,7 @@ def _write(work: WriteContext, name: str, value: object) -> FileRecord:
         torch.save(value, cast("IO[bytes]", stream))
     except BaseException:
         writer.abort()
+        # The error of the stream names the cause, which the error that torch.save raises does not.
         if stream.error is not None:  # such as that the disk is full
             raise stream.error from None
         raise

@@ -28,6 +28,7 @@ def joined(first: int, second: int, size: int) -> int:
         second: crc32c of the second run.
         size: Number of bytes of the second run.
     """
+    # The bytes that follow move the first checksum up by their bits; then the two are added.
     return _product(_power(size), first) ^ second if first else second
 
 
@@ -64,6 +65,7 @@ def _power(count: int) -> int:
 
 def _product(a: int, b: int) -> int:
     total = 0
+    # The highest bit of a is the power 0: b is added for each power in a, and b is multiplied by x for the next one.
     while a:
         if a & _ONE:
             total ^= b

@@ -310,6 +310,7 @@ def big_endian(numbers: "array[int]") -> "array[int]":
 def _tied(value: object) -> dict[str, str]:
     tied = text_map(value, f"{MANIFEST}, tied")
     for name, stored in tied.items():
+        # A chain of ties might never end in a stored tensor.
         if stored in tied:
             raise corrupt(MANIFEST, f"ties {name!r} to {stored!r}, which is itself not stored")
     return tied

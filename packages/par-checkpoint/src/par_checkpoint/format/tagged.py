@@ -174,6 +174,7 @@ def check_round_trip(value: object, where: str) -> None:
     again: dict[str, torch.Tensor] = {}
     one = encode(value, tensors, where)
     two = encode(decode(json.loads(json.dumps(one, allow_nan=False)), tensors), again, where)
+    # The encoded values are compared, because a NaN differs from itself.
     path = _difference(one, two, ())
     changed = None if path is None else _spoken(where, path)
     for name in tensors if path is None else ():

@@ -47,6 +47,7 @@ def encode_(buffer: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> N
         bits = torch.zeros(positions.numel() * _BITS, dtype=torch.uint8, device="cpu")
         bits[: mask.numel()] = mask
         shifts = torch.arange(_BITS, dtype=torch.uint8, device="cpu")
+        # A byte holds eight elements, the first one in its lowest bit.
         positions.copy_((bits.view(-1, _BITS) << shifts).sum(1, dtype=torch.uint8))
 
 

@@ -161,6 +161,7 @@ class Publisher:
 
             held = session.ranks.agree(copy)
             with self._changed:
+                # A version that no generator has taken can be no base of a later update.
                 if self._newest is not None and self._newest[0] in self._commits:
                     self._kept.append(self._newest[1])
                 self._newest = version, held
@@ -203,6 +204,7 @@ class Publisher:
         number = 1
         try:
             while not self._closing.is_set():
+                # Generators number their requests by a counter in the store, so the next request has the next number.
                 transaction = Transaction(self._store, self._number, number)
                 size = transaction.read("generator")
                 if size is None:

@@ -41,6 +41,7 @@ def exchange_requests(ranks: Ranks, requests: Mapping[int, Rows]) -> dict[int, R
             body = torch.empty(int.from_bytes(bytes_of(head)), dtype=torch.uint8, device="cpu")
             ranks.receive(body, source).wait()
             found[source] = Claims(tensors=(), rows={}).with_boxes(bytes(bytes_of(body))).rows
+        # The sends end last, because both ranks may send before they receive.
         for each in sending:
             each.wait()
     return found

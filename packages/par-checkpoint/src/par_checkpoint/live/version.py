@@ -57,9 +57,11 @@ class WeightCopy:
         for entry in content.entries:
             boxes, size = list[Box](), 0
             for box in entry.sharding.boxes:
+                # The copy stores its boxes one after the other, and each of them is contiguous.
                 stride = tuple(math.prod(box.size[dim + 1 :]) for dim in range(len(box.size)))
                 boxes.append(replace(box, offset=size, stride=stride))
                 size += box.numel
+            # float8 values keep their dtype, because they count only times their scales.
             is_cast = dtype is not None and entry.dtype.is_floating_point and entry.dtype.itemsize > 1
             shape = boxes[0].size if len(boxes) == 1 else (size,)
             tensors[entry.name] = torch.empty(shape, dtype=dtype if is_cast else entry.dtype, device="cpu")
@@ -197,6 +199,7 @@ class Update:
                     state = LocalState.of(collect(base.state).entries, memory.tensors)
                     memory.bases.update(dict.fromkeys(takers, state))
         if target is not None:
+            # Until the move ends, the memory holds elements of two versions, so it can be no base.
             target.version = None
         dtypes = () if target is None else {each.dtype for each in target.tensors.values()}
         floating = tuple(dtype for dtype in dtypes if dtype.is_floating_point)

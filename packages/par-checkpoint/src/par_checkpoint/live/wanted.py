@@ -188,6 +188,7 @@ def _expanded(
     for dims, found in sorted(rows.items()):
         for first, step, count, _, code, copy, *corners in found.tolist():
             start, size = tuple(corners[: dims - _FIELDS]), tuple(corners[dims:])
+            # One row stands for the same piece of several tensors, such as those of all layers.
             for place in range(first, first + step * count, step):
                 number = order[place]
                 yield MemoryPiece(number, start, size, DTYPES[code - 1] if code else tensors[number].dtype, copy)

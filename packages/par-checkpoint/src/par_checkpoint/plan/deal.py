@@ -30,6 +30,8 @@ class Rotation:
         """Yield the blocks that a rank takes, with their turns there."""
         if rank in self.ranks:
             place = self.ranks.index(rank)
+            # The rank at index `start` takes the first block, so this rank begins as many blocks later as it is
+            # behind that rank.
             begin = self.first + (place - self.start) % len(self.ranks)
             for turn, block in enumerate(range(begin, self.stop, len(self.ranks)), self.turns[place]):
                 yield block, turn
@@ -93,6 +95,7 @@ class Windows:
         """Yield the blocks first .. stop - 1 in runs of one rank: rank, turn of the first block, and run."""
         for number, done, blocks in _stretches(max(first, self.first), min(stop, self.stop), self.first, self.window):
             place = (self.start + number) % len(self.ranks)
+            # The rank has taken one window in every full round before this one, so its turn follows without a loop.
             turn = self.turns[place] + number // len(self.ranks) * self.window + done
             yield self.ranks[place], turn, blocks
 

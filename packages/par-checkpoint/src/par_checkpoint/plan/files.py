@@ -151,7 +151,9 @@ class Area:
         upcoming = 0
         # Several tensors may be filled from the same bytes, such as tied parameters.
         for (first, last), placed in groupby(self.placed, key=lambda tensor: tensor[1:]):
+            # A block that begins before the tensor also holds the end of another tensor.
             low = max(-(-(first - self.begin) // self.block), upcoming)
+            # Only the last block of an area may be shorter, and it belongs to the tensor that ends the area.
             high = self.count if last == self.end else (last - self.begin) // self.block
             if low < high:
                 yield from ((number, number + 1, 0, ()) for number in range(upcoming, low))

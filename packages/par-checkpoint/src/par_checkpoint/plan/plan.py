@@ -141,6 +141,7 @@ class BlockPlanner:
 
     def _dealt_out(self, *, saving: bool, near: bool) -> Iterator[list[AssignedRun | HeldRun]]:
         """Yield the runs of blocks of each area, in order."""
+        # `writers` deals the blocks out once more, and must find the same ranks as `save`.
         self._round_robin = RoundRobin(self._size, self._window)
         if self._size == 1:
             for area in self._areas:
@@ -172,6 +173,7 @@ class BlockPlanner:
             for boxes in {
                 id(boxes): boxes for boxes in (self._tensors[tensor].boxes for tensor, _, _ in area.placed)
             }.values():
+                # The holders are bits of one integer, which unites thousands of ranks quickly.
                 holders |= boxes.all_holders
             if holders.bit_count() > _HOLDERS:
                 classes.setdefault(holders, []).append(number)
@@ -190,6 +192,7 @@ class BlockPlanner:
                 found[number] = ByteShares(0, length, chosen, offset, chunk, turns)
                 offset += length
             for place, rank in enumerate(chosen):
+                # The last of the chosen ranks may have a shorter chunk.
                 turns_so_far[rank] = turns[place] + min(chunk, offset - place * chunk)
         return found
 
@@ -227,6 +230,7 @@ class BlockPlanner:
             return False
         if self._by_window and not index.cut.are_runs:  # an object store would need one request per run
             return False
+        # On a load all replicas would read the same bytes. On a save only one of them writes.
         is_held_once = saving or len(index.boxes.ranks) == len(index.boxes)
         return is_held_once and index.cut.run * width * _RUNS >= block
 
@@ -242,6 +246,7 @@ class BlockPlanner:
         if alike not in self._seen:
             self._seen[alike] = _Held(block, [self._indexes[span.tensor] for span in block.spans])
         held = self._seen[alike]
+        # A load skips blocks that no rank needs.
         if not held.some and not saving:
             return
         # Blocks that no rank holds are written, too; the file's number spreads them over the ranks.

@@ -77,6 +77,7 @@ class RoundRobin:
         self._dealt[ranks] += deal.count
         if sends:
             for place, rank in enumerate(ranks):
+                # The next turn follows the rank's last window, which may be shorter than the others.
                 for last in deal.numbers(place)[-1:]:
                     done = min((last + 1) * self._window, stop - first) - last * self._window
                     self.turns[rank] = deal.turns[place] + last // len(ranks) * self._window + done

@@ -213,6 +213,7 @@ class Blocks:
         for tensor, begin, _ in own.placed:
             index, width = self._indexes[tensor], self._tensors[tensor].dtype.itemsize
             for box in index.held_by(self.rank):
+                # From the first to the last element of the box: in between may be blocks without any of its elements.
                 first, last = index.cut.ends(box)
                 low, high = begin + first * width - own.begin, begin + last * width - own.begin
                 yield low // own.block, -(-high // own.block), index, box
@@ -381,9 +382,11 @@ class BlockList:
             return
         for first, stop, index, box in blocks.reached(area):
             for run in _between(shared, first, stop):
+                # Ranks that read a block together need no pieces of it from each other.
                 if isinstance(run.deal, Together) and rank in run.deal.ranks:
                     continue
                 for other, turn, numbers in run.deal.segments(first, stop):
+                    # The writer of a block needs no piece of a box that it holds itself.
                     if other == rank or (blocks.saving and box in index.held_by(other)):
                         continue
                     givers = blocks.givers(index, box, other) if blocks.saving else (rank,)

@@ -123,6 +123,7 @@ def _of_transformers(model: Any, dtype: torch.dtype | None, given: Collection[st
         if CONFIG not in given:
             config = copy.deepcopy(model.config)
             config.dtype = str(dtype or model.dtype).removeprefix("torch.")
+            # `fully_shard` puts "FSDP" in front of the name of a module's class.
             config.architectures = [type(model).__name__.removeprefix("FSDP")]
             config.save_pretrained(folder)
         if GENERATION_CONFIG not in given and model.can_generate():

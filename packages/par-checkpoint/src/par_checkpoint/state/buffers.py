@@ -118,6 +118,7 @@ def _left_by_transformers(model: nn.Module, buffers: Sequence[MetaBuffer]) -> se
     before = {buffer.name: (tensor, version_of(tensor)) for buffer in buffers if (tensor := buffer.tensor) is not None}
     failed = set()
     with _left_alone(model, buffers):
+        # One call computes all buffers of a module.
         for module in {id(buffer.module): buffer for buffer in buffers}.values():
             try:
                 module.compute_()

@@ -203,6 +203,7 @@ def _common(box: Box, part: TensorSlice) -> Box | None:
             offset += (first - own) * stride[dim]
     for at, (dim, step) in enumerate(zip(part.dims, part.steps, strict=True)):
         before = part.start[dim] - box.start[dim]  # of the box's first index to the part's
+        # Indices of the part are `step` apart in memory, so both ends are rounded towards the inside of the box.
         low = max(0, -(before // step))  # the first index of the part that the box has
         high = min(size[at], -((before - box.size[dim]) // step))
         if high <= low:

@@ -71,6 +71,7 @@ def expert_conversion(
         parts = []
         for expert in range(shape[0]):
             for place, file in enumerate(files):
+                # Interleaved, the features of the files alternate in memory; else they follow each other.
                 at = place if interleaved else place * width
                 start = (expert, *(at if d == dim else 0 for d in range(1, len(shape))))
                 parts.append(

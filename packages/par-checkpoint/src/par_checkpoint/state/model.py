@@ -48,6 +48,7 @@ def model_state(model: Model) -> ModelState:
             without the prefixes of torch.compile.
         TypeError: A name is not a text, or a mapping contains nested tensors.
     """
+    # `keep_vars` returns the parameters themselves, with their sharding metadata.
     state = model.state_dict(keep_vars=True) if isinstance(model := unwrapped(model), nn.Module) else model
     tensors: dict[str, torch.Tensor] = {}
     tied: dict[str, str] = {}

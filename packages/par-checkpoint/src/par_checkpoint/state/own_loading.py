@@ -193,7 +193,7 @@ def holders(optimizer: Optimizer) -> list[Optimizer]:
         for one in value if isinstance(value, tuple) else (value,):
             # An optimizer that wraps this one, such as one of par-precision, is not inside of it.
             if not isinstance(one, Optimizer) or any(own is optimizer for own in vars(one).values()):
-                continue  # what was made around it, such as by par-precision, is none inside of it
+                continue
             if any(id(group) in groups for group in one.param_groups):
                 found += holders(one)
     return found or [optimizer]

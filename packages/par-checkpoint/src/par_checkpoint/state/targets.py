@@ -320,6 +320,7 @@ def optimizer_targets(optimizer: Optimizer, naming: Naming, saved: SavedOptimize
         for packed in tensors:
             known = {name: saved.known_as(name) for name in packed.segments.names}
             targets.missing.extend(f"{name} (in the optimizer)" for name, as_ in known.items() if not as_)
+            # Tied names have the same slots, so those of the first name are enough.
             slots = dict.fromkeys(slot for as_ in known.values() if as_ for slot in slots_of.get(as_[0], ()))
             old = optimizer.state.get(packed.tensor, {})
             wrong = (
@@ -395,6 +396,7 @@ class _PackedTargets:
         # Only then do the parameters of this tensor need scalars of their own.
         if packed.apart and state and (others or any(of_name != first for of_name in apart.values())):
             state[SCALARS] = apart
+        # No file fills the elements of parameters without state, so they are zeroed after the reads.
         without = [
             box.of(local_of(value))
             for value in state.values()
@@ -421,6 +423,7 @@ class _PackedTargets:
     def _scalar(self, slot: str, keys: Sequence[str]) -> tuple[torch.Tensor, list[tuple[str, torch.Tensor]]]:
         """Return a 0-dim slot, and a tensor for each parameter's value in the files, to compare after reading."""
         dtype = self._saved.places[keys[0]].dtype
+        # torch keeps the step counter on the CPU, unless a kernel on the device reads it.
         device = torch.device("cpu") if slot == "step" and not self._on_device else self._device
         read = [(key, torch.empty((), dtype=dtype, device="cpu")) for key in keys]
         for key, value in read:
@@ -432,6 +435,7 @@ class _PackedTargets:
         """Allocate a slot: like its parameter, or with the shape in the files if that differs."""
         tensor, segments = self._packed.tensor, self._packed.segments
         if len(segments) > 1 or tuple(place.shape) == next(iter(segments)).sharding.shape:
+            # Zeros, because no file fills the padding of a flat tensor.
             return self._reused(slot, torch.zeros_like(tensor, dtype=place.dtype, device=self._device))
         return self._reused(slot, torch.empty(place.shape, dtype=place.dtype, device=self._device))
 

@@ -90,7 +90,7 @@ def _conversions(model: Any) -> list[Any]:
     except (ImportError, AttributeError) as error:
         # Releases without conversions write the tensors as they are in memory.
         if int(version.partition(".")[0]) < _CONVERTS_SINCE:
-            return []  # a release without conversions: its files are as the model is
+            return []
         raise ValueError(
             f"transformers {version} does not tell how it converts a model between memory and files ({error}): install "
             "a later par-checkpoint, which may know where that has moved, or an earlier transformers; or pass a "
@@ -178,7 +178,7 @@ def _grouped(
 ) -> tuple[dict[str, tuple[list[str], Any]], list[str]]:
     """Group the keys by the converter that collects them; return the groups, and the keys without a converter."""
     # Experts are stacked in this order, in which expert 10 follows expert 9.
-    order = importlib.import_module("transformers.core_model_loading").dot_natural_key  # expert 10 follows expert 9
+    order = importlib.import_module("transformers.core_model_loading").dot_natural_key
     groups: dict[str, tuple[list[str], Any]] = {}
     single = []
     for key in sorted(shapes, key=order):

@@ -64,6 +64,7 @@ def retry_while_replaced(
             value = read()
         except (CheckpointError, FileNotFoundError) as error:
             failed = error
+        # All bytes fit the checksums of one manifest, so they are of one checkpoint.
         if failed is None and checked(value):
             return value
         after = version()
@@ -71,6 +72,7 @@ def retry_while_replaced(
             before, was_replaced = after, True
         elif failed is None:
             return value
+        # A stale cache may be the cause, so the read is repeated once after a pause.
         elif may_be_late and (seconds := settles()):
             may_be_late = False
             time.sleep(seconds)

@@ -129,8 +129,10 @@ def is_held(path: Path, seconds: float) -> bool:
     except FileNotFoundError:
         return False
     here = _this()
+    # An equal boot id means the same kernel, which shows whether the process still runs.
     if holder is not None and holder.boot == here.boot:
         return _began(holder.pid) == holder.began if here.began else _is_there(holder.pid)
+    # An age below zero, after a clock was set back, decides nothing: then the file is watched.
     if 0 <= age < seconds:
         return True
     deadline = time.monotonic() + seconds / 2
@@ -212,6 +214,7 @@ def _began(pid: int) -> str:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return ""
+    # The start time is field 22. The fields are counted from behind the command, which may contain spaces.
     state, *fields = text.rpartition(")")[2].split()
     return "" if state in "ZX" else fields[18]  # a zombie writes nothing any more
 

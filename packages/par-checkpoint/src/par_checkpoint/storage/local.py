@@ -127,6 +127,7 @@ class LocalFolder:
             raise CheckpointError(f"there is no folder {self.url}: check the path")
         sizes: dict[str, int] = {}
         dangling: set[str] = set()
+        # After a copy from an object store, the files are in a generation, and the manifest is above it.
         for top in dict.fromkeys((self._seen, self._where())):
             for folder in ("", OPTIMIZER, TEMPLATES):
                 for entry in scan(top / folder):

@@ -83,6 +83,7 @@ class RemoteFolder:
 
         Blocks of a file that several ranks write are its parts.
         """
+        # An upload has at most 10,000 parts, so a larger file has larger blocks.
         return PART * -(-size // (PART * MOST_PARTS)) if self.positional and size else BLOCK
 
     def recover(self) -> None:
@@ -247,6 +248,7 @@ class RemoteFolder:
         name, inside = f"{manifest.stem}.safetensors.index.json", f"{self.path}/{seen.generation}"
         index = self.store.get(f"{inside}/{SHOWN}")
         if name not in seen.root or self.store.get(f"{self.path}/{name}") != index:
+            # The index comes last. Until then transformers opens the files that the old index names.
             for file in manifest.beside:
                 self.store.put(f"{self.path}/{file}", self.store.get(f"{inside}/{file}"))
             self.store.put(f"{self.path}/{name}", index)
@@ -416,6 +418,7 @@ class RemoteStaging:
             self._under_way.wait()
         self._folder.recover()
         seen = self._folder.look()
+        # The commit may have succeeded although its answer was lost.
         if seen.generation != self.generation:
             for name, upload in self._uploads.items():
                 self._store.give_up(f"{self._path}/{name}", upload)  # type: ignore[attr-defined]

@@ -109,6 +109,7 @@ def _copy_to_neighbours(saved: SavedShards, kept: KeptFolder, ranks: Ranks) -> N
     for distance in range(1, staging.copies):
         part = (hosts.mine - distance) % len(hosts.names)
         folder = PartFolder(staging.folder.whole, hosts, part)
+        # A copy of an earlier save may be in the same place, and this copy replaces it.
         copy = PartStaging(folder, staging.nonce, staging.files, staging.homes, copies=1, overwrite=True)
         acts: list[Callable[[], None]] = [
             partial(copy.attach, staging.asked),

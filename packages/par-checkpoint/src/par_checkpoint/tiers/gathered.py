@@ -109,6 +109,7 @@ class GatheredFolder(KeptFolder):
         if not found:
             raise CorruptError("; ".join(part.fault for part in self.parts) or f"{self.names} holds no part any longer")
         counts = {record.save: len(record.hosts) for record in records.values()}
+        # A complete save counts more than a later save of which parts are missing.
         save = max(found, key=lambda save: (len(found[save]) == counts[save], save))
         self.copies: Mapping[int, Sequence[Path]] = found[save]
         every = [path for paths in self.copies.values() for path in paths]
@@ -172,6 +173,7 @@ def _boxes_of(place: StoredTensor, ranges: Sequence[tuple[int, int]]) -> Iterato
         begin, end = ranges[number]
         if begin >= place.end:
             return
+        # An element counts only if all of its bytes are in the range.
         first, last = -(-max(begin - place.begin, 0) // width), (min(end, place.end) - place.begin) // width
         if first < last:  # else a part has half an element
             yield from cut(record, first, last).boxes

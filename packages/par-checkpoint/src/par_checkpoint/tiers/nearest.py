@@ -64,6 +64,7 @@ def nearest(folders: Sequence[Folder], ranks: Ranks) -> Nearest:
     passed: list[str] = []
     for number, folder in enumerate(folders, 1):
         mine, sums = ranks.tell(partial(seen, folder), 8)
+        # A rank without a manifest adds zeros, so the sums differ from those of a rank that has one.
         if any(sums) and sums == [ranks.size * word for word in mine]:
             return Nearest(folder, tuple(passed), tuple(folders[number:]))
         kept, missing = find_kept(folder, ranks) if isinstance(folder, LocalFolder) else (None, None)
@@ -87,6 +88,7 @@ def newest_step(roots: Sequence[str], ranks: Ranks) -> tuple[int | None, str | N
     tiers = [open_folder(root) for root in roots]
 
     def steps() -> set[int]:
+        # All hosts share a store, so one rank lists it. Folders of the same path may differ between hosts.
         mine = [tier for tier in tiers if ranks.rank == 0 or isinstance(tier, LocalFolder)]
         return {step for tier in mine for name in tier.folders() if (step := step_of(name)) is not None}
 

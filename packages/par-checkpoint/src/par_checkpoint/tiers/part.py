@@ -82,6 +82,7 @@ def encode_part(record: PartRecord) -> bytes:
         "manifest": record.manifest,
         "homes": {name: big_endian(array("H", homes)).tobytes().hex() for name, homes in record.homes.items()},
     }
+    # The checksum comes first in the JSON object, so the other fields begin with a comma.
     data = b", " + json.dumps(fields).encode()[1:] + b"\n"
     return head_of(data) + data
 

@@ -219,6 +219,7 @@ class PartStaging(LocalStaging):
     def create(self, names: Iterable[str], needed: int) -> None:
         """Record the names of the files and the bytes of the small ones."""
         self.asked.names = tuple(names)
+        # The blocks of the files are counted later, by `_needed`, because this host has only its own part of them.
         self.asked.needed = needed - sum(file.size for file in self.files)
 
     def allocate(self, name: str, size: int, *, head: int = 0, block: int = BLOCK) -> None:

@@ -85,6 +85,7 @@ def open_dcp(source: str) -> tuple[dict[str, Any], Callable[[torch.Tensor], torc
         if last in into:
             raise corrupt(str(path), f"has two entries for {name!r:.80}")
         into[last] = torch.empty(tuple(tensor.size), dtype=tensor.properties.dtype, device="meta")
+        # The tensor is kept next to its name, so that no other object can get its id.
         names[id(into[last])] = name, into[last]
 
     def read(tensor: torch.Tensor) -> torch.Tensor:

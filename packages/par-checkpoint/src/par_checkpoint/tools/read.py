@@ -90,6 +90,7 @@ def runs(shape: tuple[int, ...], start: tuple[int, ...], size: tuple[int, ...]) 
     base = sum(i * stride for i, stride in zip(start, strides, strict=True))
     for number in range(math.prod(size[:outer])):
         first, rest = base, number
+        # The number of a run has the indices on the outer dims as its digits.
         for d in reversed(range(outer)):
             rest, index = divmod(rest, size[d])
             first += index * strides[d]

@@ -58,6 +58,8 @@ def chunk_sizes(sizes: Sequence[int]) -> list[int]:
     left, room = sum(map(_aligned, sizes)), -1
     for size in sizes:
         if size > room:
+            # The largest power of two that the remaining parts fill, up to a chunk; more only for a part that is
+            # larger.
             room = max(min(CHUNK, 1 << max(left.bit_length() - 1, 0)), 1 << max(size - 1, 0).bit_length())
             chunks.append(room)
         room -= _aligned(size)

@@ -184,6 +184,8 @@ class PieceExchange(Generic[Piece]):
         for number, piece in enumerate(pieces):
             own = self._packed_size([piece])
             size += own
+            # A large piece travels alone. A message of one piece has no padding, so it can arrive in the tensor
+            # itself.
             is_large = self._alone is not None and own >= self._alone
             if number > begin and (size > (self._limit or 0) or is_large):
                 yield pieces[begin:number]

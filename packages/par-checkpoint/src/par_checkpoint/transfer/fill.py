@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch.autograd.graph import increment_version
@@ -129,7 +130,14 @@ def fill_(targets: Targets, filling: Filling) -> None:
     # Some blocks were read in parts by several ranks, so only rank 0 can compare their joined checksums.
     if count:
         of_ranks = ranks.to_first(encode_crcs(parts))
-        ranks.on_first(lambda: _check_parts(of_ranks, reading))
+
+        def check_joined() -> None:
+            rows = chain.from_iterable(decode_crcs(data).tolist() for data in of_ranks)
+            wrong = wrong_join(((file, begin, size, crc) for file, begin, size, crc in rows), reading)
+            if wrong is not None:
+                raise _undefined(wrong)
+
+        ranks.on_first(check_joined)
     if isinstance(targets, OptimizerTargets):
         scalars = targets.scalars
 
@@ -139,19 +147,6 @@ def fill_(targets: Targets, filling: Filling) -> None:
                 raise _undefined(CheckpointError("; ".join(differing)))
 
         ranks.agree(set_)
-
-
-def _check_parts(of_ranks: Iterable[memoryview], reading: BlockReader) -> None:
-    """Raise CorruptError unless the parts of blocks that ranks have read join to the recorded checksums.
-
-    Args:
-        of_ranks: Encoded checksums of each rank's parts, from `encode_crcs`.
-        reading: Context of the reads.
-    """
-    parts = [(file, begin, size, crc) for data in of_ranks for file, begin, size, crc in decode_crcs(data).tolist()]
-    wrong = wrong_join(parts, reading)
-    if wrong is not None:
-        raise _undefined(wrong)
 
 
 def _undefined(error: BaseException) -> BaseException:

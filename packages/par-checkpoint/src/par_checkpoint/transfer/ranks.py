@@ -291,6 +291,7 @@ class Ranks:
         if mine is not None and not isinstance(mine, Exception):
             raise mine
         rank, first = next((ranks[0], error) for ranks, error in errors if error is not None)
+        # If every rank has failed in the same way, the error belongs to no rank in particular.
         raise first.error("" if len(errors) == 1 else f"rank {rank}: ") from mine
 
     def distinct(self, value: Value) -> list[tuple[Sequence[int], Value]]:
@@ -316,9 +317,8 @@ class Ranks:
         if len(alike) == 1:
             return [(range(self.size), mine)]
         firsts = {ranks[0]: size for (_, _, size), ranks in alike.items()}
-        # One gather brings all short values, padded to the longest of them. A value that is far longer than the mean is
-        # broadcast separately, because it would make the padding of every rank as long.
-        # Four times the mean bounds the padding by a small factor.
+        # One gather brings all short values, padded to the longest of them. A value of over four times the mean is
+        # broadcast separately, because the padding of every rank would become as long.
         usual = 4 * -(-sum(firsts.values()) // len(firsts))
         long = {rank for rank, size in firsts.items() if len(firsts) <= _FEW or size > usual}
         found = {rank: bytes(self._broadcast(mine, size, rank)) for rank, size in firsts.items() if rank in long}

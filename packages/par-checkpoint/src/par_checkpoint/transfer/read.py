@@ -265,6 +265,7 @@ class _Reader:
         """Read consecutive blocks: each into the given memory, or into the tensors of this rank."""
         name = self._reading.files[run[0].block.file].name
         source = self.sources[name]
+        # With a window, one request reads all blocks of the run.
         ranged = source.ranged(run[0].block.begin, run[-1].block.end) if self._reading.window else source
         try:
             for task, memory in zip(run, memories, strict=True):

@@ -62,6 +62,7 @@ class Session:
         Raises:
             CheckpointError: A call inside a call of the same thread.
         """
+        # One process matches no messages, so calls of its threads may overlap.
         if self._roll is None:
             self.timeout = timeout
             self._ranks = self._ranks or Ranks(self._group(), timeout)
@@ -129,6 +130,7 @@ class Session:
             begin: Begins them; takes the copies of the save before.
         """
         with self._lock:
+            # All copies use one communicator, so each of them begins after the one before it.
             self._copies.append(begin(self._copies[-1] if self._copies else None))
 
     def settle(self, how: str) -> None:
@@ -159,6 +161,8 @@ class Session:
             self._writes = [write for write in self._writes if write not in mine]
         for write in mine:
             error, heard = write.hear()
+            # `Save.wait` may have reported the outcome on some ranks already. All ranks raise, unless it was on every
+            # rank.
             if self.ranks.total([int(not heard)])[0]:
                 self.ranks.raise_first(error)
 
@@ -184,6 +188,7 @@ class Session:
         ended = [task for task, count in zip(copies, sums[len(copies) :], strict=True) if not count]
         first = unheard[:1]  # one error at a time: the next call raises the next one
         with self._lock:
+            # All other tasks stay for the next call, so that every rank still has the same list.
             gone = first or ended
             self._copies = [task for task in self._copies if task not in gone]
         for task in first:

@@ -107,6 +107,7 @@ class FsspecStore:
 
     def objects(self, folder: str) -> dict[str, ObjectInfo]:
         """Return every object below a folder, without a tag."""
+        # fsspec caches lists, and other ranks and savers change the store in the meantime.
         self.fs.invalidate_cache()
         with self.told():
             try:
@@ -222,7 +223,7 @@ class FsspecStore:
             # A temporary error is retried by the caller. An error of the local disk, such as a full disk, has a clear
             # message.
             if passes(error) or (isinstance(error, OSError) and isinstance(self.fs, LocalFileSystem)):
-                raise  # it is asked again, or is an error of the disk, such as that it is full
+                raise
             if type(error).__name__ in _NOT_THERE:
                 raise self._no_bucket(error) from error
             raise StoreError(
@@ -389,7 +390,8 @@ class StreamWriter:
             file.close()
 
     def abort(self) -> None:
-        """Close the file without uploading the rest; after `finish` it does nothing."""
+        """Close the file and ignore errors; after `finish` it does nothing."""
+        # fsspec can only close the file, which uploads the rest. No manifest names this object, so a sweep removes it.
         if self._file is not None:
             with contextlib.suppress(Exception):  # what made the caller give up is the error to tell
                 self.finish()
