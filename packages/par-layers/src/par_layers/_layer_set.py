@@ -10,7 +10,7 @@ from par_groups import LaneCounts, ProcessGroups, Topology, axis_size
 
 from ._activations import LayerSetOperations
 from .experts.balance import LoadBalancing
-from .experts.moe import MoE, make_moe
+from .experts.moe import MoE, MoEOptions, make_moe
 from .experts.selection import ExpertConfig, RouterConfig
 from .layers.classifier import ParallelClassifier, ParallelVocabClassifier
 from .layers.debug import watched
@@ -353,12 +353,7 @@ class LayerSet(LayerSetOperations):
                 f"capacity_factor={capacity_factor} with numerics='canonical': the longest lane of all expert ranks "
                 "sets the capacity, so that it depends on the topology; pass capacity_factor=None"
             )
-        made = make_moe(
-            self,
-            hidden_size,
-            intermediate_size,
-            num_experts,
-            top_k,
+        options = MoEOptions(
             router=RouterConfig() if router is None else router,
             expert=ExpertConfig() if expert is None else expert,
             num_shared_experts=num_shared_experts,
@@ -366,6 +361,9 @@ class LayerSet(LayerSetOperations):
             capacity_factor=capacity_factor,
             balance=balance,
             init=init,
+        )
+        made = make_moe(
+            hidden_size, intermediate_size, num_experts, top_k, options=options, rules=self.rules, grid=self.grid
         )
         return self._made(made, self.rules.residual, self.rules.residual)
 

@@ -1,18 +1,18 @@
 """A mixture of experts as a layer: router, token dispatcher and experts, in the residual layout of a layer set."""
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .._activations import LayerSetOperations
 from ..layers.linear import ParallelLinear, check_divides
 from ..layers.parameter import Init, Rows
 from ..modes.grid import EXPERTS, Axes, Grid
 from ..modes.layout import ActivationLayout
 from ..modes.product_1d import local_product
-from ..modes.rules import WeightSharding
+from ..modes.rules import ModeRules, WeightSharding
 from .balance import LoadBalancing, TokenAxes
 from .dispatch import TokenDispatcher
 from .entrance import Entrance
@@ -173,29 +173,11 @@ class MoE(nn.Module):
         return full if gate is None else full * gate(x).sigmoid()
 
 
-def make_moe(
-    layers: LayerSetOperations,
-    hidden_size: int,
-    intermediate_size: int,
-    num_experts: int,
-    top_k: int,
-    *,
-    router: RouterConfig,
-    expert: ExpertConfig,
-    num_shared_experts: int,
-    shared_expert_gate: bool,
-    capacity_factor: float | None,
-    balance: LoadBalancing | None,
-    init: Init | None,
-) -> MoE:
-    """Make the MoE layer of a layer set whose mode is "1d" or one device.
+@dataclass(frozen=True, kw_only=True)
+class MoEOptions:
+    """Options of a mixture of experts other than its sizes.
 
     Args:
-        layers: The layer set.
-        hidden_size: Features of the residual stream, h.
-        intermediate_size: Features of an expert's activation, f.
-        num_experts: Number of experts on all ranks, E.
-        top_k: Number of experts per token, k.
         router: Options of the router.
         expert: Options of the experts.
         num_shared_experts: Number of experts that every token uses.
@@ -204,7 +186,39 @@ def make_moe(
         balance: Load balancing; None for none.
         init: Init rule of the weights; None for torch.nn.Linear's.
     """
-    grid, rules = layers.grid, layers.rules
+
+    router: RouterConfig
+    expert: ExpertConfig
+    num_shared_experts: int
+    shared_expert_gate: bool
+    capacity_factor: float | None
+    balance: LoadBalancing | None
+    init: Init | None
+
+
+def make_moe(
+    hidden_size: int,
+    intermediate_size: int,
+    num_experts: int,
+    top_k: int,
+    *,
+    options: MoEOptions,
+    rules: ModeRules,
+    grid: Grid,
+) -> MoE:
+    """Make the MoE layer of a layer set whose mode is "1d" or one device.
+
+    Args:
+        hidden_size: Features of the residual stream, h.
+        intermediate_size: Features of an expert's activation, f.
+        num_experts: Number of experts on all ranks, E.
+        top_k: Number of experts per token, k.
+        options: Options of router, experts and shared experts.
+        rules: Rules of the mode.
+        grid: Coordinates of this rank.
+    """
+    router, expert, init = options.router, options.expert, options.init
+    num_shared_experts, shared_expert_gate = options.num_shared_experts, options.shared_expert_gate
     residual, axes = rules.residual, rules.inner.features
     experts_grid = Grid(grid.groups, view=EXPERTS)
     unsplit = () if grid.topology is None else tuple(grid.topology.axes)
@@ -246,10 +260,19 @@ def make_moe(
         shared_gate = gate_of_shared(hidden_size, partial, grid, init)
     return MoE(
         Router(
-            hidden_size, num_experts, top_k, config=router, balance=balance, grid=grid, token_axes=token_axes, init=init
+            hidden_size,
+            num_experts,
+            top_k,
+            config=router,
+            balance=options.balance,
+            grid=grid,
+            token_axes=token_axes,
+            init=init,
         ),
         make_experts(num_experts, hidden_size, intermediate_size, config=expert, grid=experts_grid, init=init),
-        TokenDispatcher(num_experts, private, capacity_factor=capacity_factor, by_source=rules.experts_in_lanes),
+        TokenDispatcher(
+            num_experts, private, capacity_factor=options.capacity_factor, by_source=rules.experts_in_lanes
+        ),
         entrance,
         shared,
         shared_gate,
