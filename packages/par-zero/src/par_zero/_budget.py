@@ -112,15 +112,17 @@ class PeakMemory:
             found[home.parameters]["parameters"] += size_in[home.parameters](own)
             if tiers.pieces is None:
                 continue
-            stepped = sum(part.stop - part.start for part in tiers.pieces)
+            held = sum(part.stop - part.start for part in tiers.pieces)
+            stepped = self._model.stepped_elements(plan, tiers.pieces)
             # The host of an accelerator steps copies of what the device keeps, by gradients that follow there, and that
             # its thread casts one piece after the other.
             away = 0 if on_cpu else sum(part.stop - part.start for part in tiers.pieces if part.in_pieces)
             if home.gradients != "disk":
-                # The optimizer gets a cast copy of gradients in another dtype.
-                reduced, cast = plan.reduce_dtype, plan.dtype.itemsize * (plan.reduce_dtype != plan.dtype)
+                # The optimizer gets a cast copy of gradients in another dtype, and assembled tensors in any dtype.
+                reduced = plan.reduce_dtype
+                cast = plan.dtype.itemsize * (plan.reduce_dtype != plan.dtype or plan.assembled)
                 sums = _elements(plan, sharded=stage.shards_gradients) * reduced.itemsize
-                stays = away < stepped or not stage.shards_gradients
+                stays = away < held or not stage.shards_gradients
                 found[home.gradients][GRADIENTS] += sums * stays + (stepped - away) * cast
                 found["host"][GRADIENTS] += sum(
                     pinned_size((part.stop - part.start) * reduced.itemsize)
@@ -138,7 +140,9 @@ class PeakMemory:
                         pinned = pinned_size(copy) if is_slot or home.parameters == "device" else 0
                         found["host"]["optimizer"] += pinned - copy * is_slot
                 found["device"]["optimizer"] += self._counter_bytes[part.group, plan.dtype, plan.kept]
-            if in_use != plan.dtype and not away:  # master copies include the chunk's padding
+            if plan.assembled and in_use == plan.dtype:  # in another dtype the assembled tensor is one of the slots
+                found["device"]["optimizer"] += stepped * plan.dtype.itemsize
+            elif in_use != plan.dtype and not away and not plan.assembled:  # master copies include the chunk's padding
                 padding = _elements(plan, sharded=stage.shards_state) - stepped
                 found["device"]["optimizer"] += padding * plan.dtype.itemsize
             found["disk"]["optimizer"] += sum(block.size for block in tiers.blocks)
@@ -148,8 +152,15 @@ class PeakMemory:
     def _step(self, chunks: Sequence[tuple[ChunkPlan, ChunkTiers]]) -> tuple[Mapping[str, int], int]:
         """Return the bytes by kind at the peak of a step, and the largest number of bytes that are no units."""
         # The tiers of the optimizer's state change them only on an accelerator, from where gradients follow the state.
+        # On a CPU the number of stepped elements decides, which differs between ranks.
         key = tuple(
-            (tiers.home.gradients, () if self._model.is_on_cpu else tuple(tiers.pieces or ())) for _, tiers in chunks
+            (
+                tiers.home.gradients,
+                sum(part.stop - part.start for part in tiers.pieces or ())
+                if self._model.is_on_cpu
+                else tuple(tiers.pieces or ()),
+            )
+            for _, tiers in chunks
         )
         if key not in self._steps:
             program = predict_steps(self.register(chunks), accumulates=True)[-1]

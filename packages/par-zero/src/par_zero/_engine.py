@@ -95,8 +95,6 @@ class Engine:
             self._steps = book if isinstance(book, StepBook) else None
             executor = Executor(units, book, agreement, self._reducer)
             self._gatherer = Gatherer(module, units, self._reducer, executor, self._meter)
-        # The gatherer's hooks come first, because the units that they free belong to the pass.
-        self._reducer.hooks.at_end.append(self._meter.end_pass)
         self._program = StepRecord(model, self._reducer, self._meter)
         self._hooks = StepHooks(
             module,
@@ -110,6 +108,8 @@ class Engine:
             offload=offload,
             on_stepped=self._end_step,
         )
+        # Units that the gatherer frees, and gradients that are assembled, belong to the pass.
+        self._reducer.hooks.at_end.append(self._meter.end_pass)
         tier = self._hooks.disk_tier
         if tier is not None:
             self._attend(tier, units)

@@ -45,6 +45,7 @@ from .layout.unwritten import Unwritten
 from .offload.plan import OffloadPlan, offload_chunk_, plan_offload
 from .optimizer.agreement import agreed_blocks
 from .optimizer.assembly import assemble
+from .optimizer.blocks import stepped_elements
 from .programs.planned import register_model
 from .watch.calls import CallWatch
 
@@ -184,8 +185,14 @@ def shard(
         communicators_of = [[*share.groups, None if number else gathers] for number, share in enumerate(shares)]
         ranks, used = agreed(problem, texts, shares, list(map(is_in_use, communicators_of)))
         records = {parameter: record_of(parameter, ranks) for parameter in parameters}
-        counts = [dist.get_world_size(share.group) for share in shares]
-        planned = plan_chunks(members, records, STAGES[stage], counts, options, tensor=len(parts))
+        planned = plan_chunks(
+            members,
+            records,
+            STAGES[stage],
+            [dist.get_world_size(share.group) for share in shares],
+            options,
+            tensor=len(parts),
+        )
         plans, reach = agreed_chunks(planned, shares)
         place = device_of(module, device)
         model = replace(
@@ -207,6 +214,7 @@ def shard(
     # The last point at which all errors so far are raised, on tensor-parallel ranks as well. The module is still
     # unchanged.
     blocks = agreed_blocks(problem, model.chunks, records, ranks, tensor, STAGES[stage])
+    model = replace(model, assembled=stepped_elements(blocks, parts.index(dist.get_rank())))
     room = plan_room(model, tiers, sharers if tensor is None else [*sharers, tensor])
     computes_on = place if parameters[0].is_meta else torch.device(device or parameters[0].device)
     check_backends(sharers, computes_on, stage)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from par_groups import Box, Sharding, set_sharding
 from par_testing import for_each
 from par_zero import MixedPrecision, Offload, Overlap, ShardOptions, memory, predict_step, program, shard
 from par_zero._budget import PeakMemory
@@ -16,7 +17,7 @@ from par_zero._sharded import _engine_of
 from par_zero.layout.sizes import plan_module
 from par_zero.offload.plan import updated_slices
 
-from ..helpers import adamw, batch, deferred, mlp, policies, train
+from ..helpers import NewtonSchulz, adamw, batch, deferred, mlp, policies, train
 
 DTYPES = (
     MixedPrecision(),
@@ -70,6 +71,25 @@ def test_closed_form_of_memory_equals_the_ledger(stage, ranks, depth, precision,
         form = memory(stage, elements, ranks, precision=precision, offload=offload, tier=tier)
         assert counted[tier]["parameters"] == form.parameters
         assert abs(counted[tier]["optimizer"] - form.optimizer) <= rounded
+
+
+@for_each(stage=range(4), precision=DTYPES)
+def test_assembled_tensors_are_in_the_ledger(stage, precision):
+    """Each weight is two matrices, such as q and k, which an optimizer steps as tensors of their own."""
+    width, depth, ranks = 64, 4, 2
+    module, _ = linears(depth, width)
+    boxes = [Box((first, 0), (width // 2, width), first * width, (width, 1), range(ranks)) for first in (0, width // 2)]
+    for weight in module.parameters():
+        set_sharding(weight, Sharding((width, width), tuple(boxes)))
+    options = ShardOptions(precision=precision)  # one chunk, which two ranks divide evenly
+    step = predict_step(module, NewtonSchulz(module.parameters()), stage=stage, ranks=ranks, options=options)
+    elements = depth * width**2
+    form = memory(stage, elements, ranks, precision=precision, slots=1, assembled=elements)
+    *_, (_, held) = step.program.walk()
+    assert held["gradients"] == form.gradients
+    assert step.optimizer == form.optimizer
+    if stage == 3:  # units are freed before tensors are assembled
+        assert [entry.op for entry in step.program.entries if entry.op in ("free", "cast")][-1] == "cast"
 
 
 @for_each(stage=range(4))

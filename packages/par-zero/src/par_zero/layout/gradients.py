@@ -63,7 +63,7 @@ class ChunkGradients:
         self._shard: torch.Tensor | None = None  # memory for this rank's shard of the sum, if it is not in `buffer`
         self._reduced: torch.Tensor | None = None  # elements `updated` of the sum, until the optimizer has them
         self._is_stored = False  # whether the latest sum is in `store`, and the optimizer does not have it yet
-        self._cast_bytes = 0  # of gradients in the optimizer's dtype
+        self._cast_bytes = 0  # of gradients in memory of the optimizer's own: see `is_cast`
 
     @property
     def waits_for_sum(self) -> bool:
@@ -99,7 +99,7 @@ class ChunkGradients:
 
     @property
     def is_cast(self) -> bool:
-        """Whether the optimizer has them in another dtype."""
+        """Whether the optimizer has them in memory of its own: in another dtype, or as assembled tensors."""
         return self._cast_bytes > 0
 
     @property
@@ -240,6 +240,10 @@ class ChunkGradients:
         total, self._reduced = self._reduced, None
         return total
 
+    def count_assembled(self) -> None:
+        """Count the gradients of the tensors that this rank steps, which were assembled from the sums of all ranks."""
+        self._count_cast(sum(whole.nbytes for whole in self.chunk.wholes))
+
     def drop_reduced(self) -> None:
         """Drop the gradients that the optimizer holds."""
         for tensor in self._stepped:
@@ -325,7 +329,7 @@ class ChunkGradients:
         return self.store is not None and part.in_pieces
 
     def _count_cast(self, size: int) -> None:
-        """Count that many bytes of gradients in the optimizer's dtype from now on."""
+        """Count that many bytes of gradients in memory of the optimizer's own from now on."""
         if self.chunk.home.gradients == "device" and size != self._cast_bytes:
             self.chunk.meter.add(GRADIENTS, size - self._cast_bytes)
             self.chunk.meter.note("cast" if size else "drop", self.chunk.name)

@@ -1,7 +1,7 @@
 """What is known of parameters, of a chunk and of a module before chunks have memory."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 from .._param_groups import ParamGroup
 from .._policies import MixedPrecision, ShardOptions
 from .._stage import ZeroStage
-from .packing import ChunkLayout
+from .packing import ChunkLayout, SliceRange
 from .sharers import PlannedRanks
 from .units import RegisteredUnit, UnitPlace, tensors_of
 
@@ -143,6 +143,8 @@ class ModelPlan:
         ranks: Ranks of each data-parallel group.
         unpacked: Bytes of the module's parameters and buffers that no chunk contains.
         is_on_cpu: Whether the module computes on a CPU, whose memory is the host's. Default: True.
+        assembled: Number of elements that this rank steps of each assembled parameter. Default: the ranks have not
+            agreed on it yet.
     """
 
     chunks: Sequence[ChunkPlan]
@@ -153,11 +155,28 @@ class ModelPlan:
     ranks: Sequence[PlannedRanks]
     unpacked: int
     is_on_cpu: bool = True
+    assembled: Mapping[nn.Parameter, int] = field(default_factory=dict)
 
     @cached_property
     def stepped(self) -> list[ChunkPlan]:
         """Chunks that an optimizer has, in backward order."""
         return [plan for plan in self.chunks if plan.owner >= 0]
+
+    def stepped_elements(self, plan: ChunkPlan, slices: Iterable[SliceRange]) -> int:
+        """Return the number of elements that a rank's optimizer steps of a chunk.
+
+        Args:
+            plan: Chunk.
+            slices: Slices of the chunk that the rank updates. Before the ranks have agreed, the rank counts as stepping
+                as many elements of assembled tensors as it holds.
+        """
+        if not plan.assembled or not self.assembled:
+            return sum(part.stop - part.start for part in slices)
+        own, index = plan.layout.owners, self.ranks[plan.share].index
+        members = [
+            each for each, owner in zip(plan.members, own, strict=True) if owner == index or not self.stage.shards_state
+        ]
+        return sum(self.assembled[member.parameter] for member in members)
 
 
 def unpacked_bytes(module: nn.Module, plans: Sequence[ChunkPlan]) -> int:

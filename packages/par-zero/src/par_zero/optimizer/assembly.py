@@ -110,6 +110,8 @@ class Assembly:
                     one.whole.grad.add_(gradient)
                 elif one.whole is not None:
                     one.whole.grad = gradient.to(one.whole.dtype)
+        for chunk in self._chunks:
+            gradients[chunk.number].count_assembled()
 
     @torch.no_grad()
     def before_step(self, unused: Mapping[Chunk, Sequence[int]]) -> None:

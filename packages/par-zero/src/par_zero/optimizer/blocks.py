@@ -7,10 +7,13 @@ tensor and the second boxes as another: each is a block.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from par_groups import Box, Sharding
+
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +106,16 @@ def blocks_of(records: Sequence[tuple[str, Sequence[Sharding]]]) -> list[MatrixB
             )
         found += blocks
     return _dealt(found, len(records[0][1]) if records else 0)
+
+
+def stepped_elements(blocks: Mapping[Key, Sequence[MatrixBlock]], rank: int) -> dict[Key, int]:
+    """Return the number of elements of each parameter that one of the ranks steps.
+
+    Args:
+        blocks: Blocks of each parameter.
+        rank: Index of the rank among the ranks that hold parts.
+    """
+    return {key: sum(block.numel for block in own if block.stepper == rank) for key, own in blocks.items()}
 
 
 def _block(name: str, shape: tuple[int, ...], boxes: Sequence[tuple[int, Box]]) -> MatrixBlock:

@@ -19,7 +19,7 @@ Actions of par-zero:
 - `release`: buffers are freed, except the kept ones.
 - `send c`: the result is written to a disk, and its memory is freed; or it is copied to the host of an accelerator, and
   its memory counts as a buffer until two later sums are copied, or until buffers are freed.
-- `cast c`, `drop c`: gradients in the optimizer's dtype are created and dropped.
+- `cast c`, `drop c`: gradients in memory of the optimizer's own are created and dropped: in its dtype, or assembled.
 - `fetch p`, `evict p`: a piece of an offloaded optimizer is read from the disk and written back.
 - `step c`, `step p`: a chunk or a piece is updated.
 """
@@ -61,11 +61,12 @@ class ChunkBytes:
         gradient: Bytes of one rank's gradients before the reduction; 0 if the chunk is not trained.
         shard: Bytes of this rank's shard of the sum; 0 if gradients are not sharded.
         arriving: Bytes of the gradients that autograd allocates, until they are copied.
-        cast: Bytes of the sum in the optimizer's dtype.
+        cast: Bytes of the sum in memory of the optimizer's own: in its dtype, or as tensors that are assembled for it.
         received: Bytes of the separate receive buffer of a reduce-scatter.
         share: Index of its data-parallel group: 0 for `group` of `shard`, then `expert_groups`. Default: 0.
         is_pair: Whether one all-reduce sums the gradients of two ranks in place. Default: False.
         is_written: Whether the sum is written to a disk, or copied to the host of an accelerator. Default: False.
+        is_assembled: Whether the optimizer steps assembled tensors, after all units were freed. Default: False.
     """
 
     unit: str | None
@@ -78,6 +79,7 @@ class ChunkBytes:
     share: int = 0
     is_pair: bool = False
     is_written: bool = False
+    is_assembled: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +88,7 @@ class HeldMemory:
 
     Args:
         gradients: Chunks that have memory for gradients.
-        casts: Chunks that have gradients in the optimizer's dtype.
+        casts: Chunks whose gradients have memory of the optimizer's own.
         filled: Chunks whose gradients are not reduced yet, such as after `no_sync`.
         borrowed: Bytes of the borrowed buffer, by chunk.
         lent: Bytes of each free buffer for gradients.

@@ -30,7 +30,7 @@ def register_model(
         if plan.owner >= 0:
             names = [f"{plan.name}+{part.start}" for part in pieces if part.in_pieces]
             optimizers[plan.owner][plan.name] = names
-        found = _chunk_bytes(model, plan, each.home)
+        found = _chunk_bytes(model, plan, each)
         # Gradients of pieces continue on the host of an accelerator, and are cast there.
         if not model.is_on_cpu and any(part.in_pieces for part in pieces):
             here = sum(part.stop - part.start for part in pieces if not part.in_pieces) * plan.dtype.itemsize
@@ -61,14 +61,13 @@ def register_model(
     )
 
 
-def _chunk_bytes(model: ModelPlan, plan: ChunkPlan, home: Home) -> ChunkBytes:
-    layout, reduced, stage, own = plan.layout, plan.reduce_dtype, model.stage, model.ranks[plan.share]
+def _chunk_bytes(model: ModelPlan, plan: ChunkPlan, tiers: ChunkTiers) -> ChunkBytes:
+    layout, reduced, stage, own, home = plan.layout, plan.reduce_dtype, model.stage, model.ranks[plan.share], tiers.home
     gradient = layout.size * reduced.itemsize if plan.trained else 0
-    low, high = plan.updated(own.index, stage)
-    # Full tensors for an optimizer are assembled from the sum, and cast by the assembly.
-    is_cast = reduced != plan.dtype and plan.owner >= 0 and not plan.assembled
-    slices = layout.slots if layout.atomic else [(part.start, part.stop) for part in layout.slices(low, high)]
-    cast = sum(max(0, min(stop, high) - max(start, low)) for start, stop in slices) * plan.dtype.itemsize
+    # Full tensors for an optimizer are assembled from the sum, in any dtype.
+    is_cast = plan.owner >= 0 and (reduced != plan.dtype or plan.assembled)
+    slices = layout.slices(*plan.updated(own.index, stage)) if tiers.pieces is None else tiers.pieces
+    cast = model.stepped_elements(plan, slices) * plan.dtype.itemsize
     # Other backends than gloo receive the sum alone, and at stages 2 and 3 where it stays.
     receives = gradient if own.receives else layout.shard * reduced.itemsize * (not stage.shards_gradients)
     return ChunkBytes(
@@ -82,4 +81,5 @@ def _chunk_bytes(model: ModelPlan, plan: ChunkPlan, home: Home) -> ChunkBytes:
         received=receives if plan.trained and own.count > 1 else 0,
         is_pair=not stage.shards_state and own.count == 2 and not own.replicates,
         is_written=home.gradients == "disk",
+        is_assembled=plan.assembled,
     )

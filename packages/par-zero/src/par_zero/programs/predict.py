@@ -190,7 +190,7 @@ def _entries(
         start: Numbers of the units that are gathered when the pass begins.
         reduces: Whether the pass reduces gradients. If not, units stay gathered.
         summed: Names of the chunks that have sums of earlier passes.
-        cast: Names of the chunks that have gradients in the optimizer's dtype.
+        cast: Names of the chunks whose gradients have memory of the optimizer's own.
     """
     names, chunks, trained = [unit.name for unit in model.units], model.sizes.chunks, model.trained
     order, early = _order_of(model, program)
@@ -225,8 +225,12 @@ def _entries(
         yield from queue.take_rest()
     yield ProgramEntry("release")
     if reduces:
-        yield from (ProgramEntry("cast", name) for name in trained if chunks[name].cast and name not in cast)
+        # Tensors are assembled when all units were freed, optimizer by optimizer.
+        stepped = [name for own in model.optimizers for name in own if chunks[name].is_assembled]
+        created = [name for name in trained if not chunks[name].is_assembled]
+        yield from (ProgramEntry("cast", name) for name in created if chunks[name].cast and name not in cast)
         yield from (ProgramEntry("free", name) for name in names if name in whole)
+        yield from (ProgramEntry("cast", name) for name in stepped if chunks[name].cast and name not in cast)
     yield ProgramEntry("E")
 
 
