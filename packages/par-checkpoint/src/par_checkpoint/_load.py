@@ -14,10 +14,9 @@ from par_groups import parse_size
 from ._agreement import SameOptions, kinds_of, place_of
 from ._apply import Into, StateReport, apply_
 from ._errors import UNDEFINED, CorruptError, ReplacedError
-from ._policies import Format, Path, Tiers, Transfer, check_one_of, check_policy, timeout_of, urls_of
+from ._policies import Format, Path, Tiers, Transfer, check_one_of, check_policy, state_of, timeout_of, urls_of
 from ._progress import check_progress
 from .state.model import Model, device_for
-from .state.state import State
 from .state.targets import Targets
 from .storage.consistent import retry_while_replaced, version_of
 from .storage.folder import Folder, open_folder
@@ -114,14 +113,7 @@ def load(
             check_one_of("verify", verify, ("auto", "full", "off"))
             check_progress((transfer or Transfer()).progress)
             files = format or Format()
-            given = State(
-                model=model,
-                optimizer=optimizer,
-                scheduler=scheduler,
-                layout=files.layout,
-                names=files.names,
-                convert=files.convert,
-            )
+            given = state_of(files, model, optimizer, scheduler)
             plan = _LoadPlan(
                 into=Into(state=given, strict=strict, device=device, dtype=dtype),
                 verify=verify,

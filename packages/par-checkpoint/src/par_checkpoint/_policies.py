@@ -11,12 +11,14 @@ from os.path import realpath
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from par_groups import Sharding, parse_size
 
 from .format.manifest import is_base_name
 from .state.conversion import Conversion
-from .state.model import Names
+from .state.model import Model, Names
+from .state.state import State
 
 Path = str | PathLike[str]
 
@@ -181,6 +183,16 @@ class Tiers:
             raise ValueError(
                 f"copies is {self.copies}; give 1 to keep a host's shard on that host only, 2 for a replica on the next"
             )
+
+
+def state_of(
+    files: Format, model: Model | None, optimizer: Optimizer | None, scheduler: object, extra: object = None
+) -> State:
+    """Return the objects of a run, with the names and the layout that their tensors have in the files."""
+    layout, names, convert = files.layout, files.names, files.convert
+    return State(
+        model=model, optimizer=optimizer, scheduler=scheduler, extra=extra, layout=layout, names=names, convert=convert
+    )
 
 
 def urls_of(path: Path, tiers: Tiers | None) -> list[str]:

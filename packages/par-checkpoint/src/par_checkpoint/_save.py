@@ -19,7 +19,7 @@ from ._agreement import Comparable, SameOptions, SaveSummary, kinds_of, place_of
 from ._copy import copy_checkpoint
 from ._finish import Noted, commit, index_from_above, indexes, needed_bytes, place_files, records_of, side_files
 from ._handle import Save
-from ._policies import Format, Path, Tiers, Transfer, check_policy, timeout_of, urls_of, whole_number
+from ._policies import Format, Path, Tiers, Transfer, check_policy, state_of, timeout_of, urls_of, whole_number
 from ._progress import ProgressBar, check_progress
 from ._torch_style import check_loadable, write_objects
 from .format.crc import decode_crcs, encode_crcs
@@ -32,7 +32,6 @@ from .plan.plan import BlockPlanner, Prepared
 from .state.beside import files_beside
 from .state.collect import Content, collect
 from .state.model import Model, check_layout
-from .state.state import State
 from .storage.folder import Folder, Staging, open_folder
 from .storage.local import LocalFolder
 from .storage.sharing import ALIGNMENT, Sharing
@@ -108,15 +107,7 @@ def save(
             copies = None if tiers is None else tiers.copies
             check_progress(how.progress)
             number = None if step is None else whole_number("step", step)
-            given = State(
-                model=model,
-                optimizer=optimizer,
-                scheduler=scheduler,
-                extra=extra,
-                layout=files.layout,
-                names=files.names,
-                convert=files.convert,
-            )
+            given = state_of(files, model, optimizer, scheduler, extra)
             content = collect(given, dtype=files.dtype, stem=files.stem)
             for entry in content.entries:
                 safetensors_name(entry.dtype, entry.name)  # raises if files cannot hold it

@@ -120,10 +120,12 @@ class Targets:
             return
         self.used.add(key)
         # A float8 weight without its scales would be loaded as wrong values, although a cast is possible.
-        if is_float8(place.dtype) and place.dtype != tensor.dtype and (scales := self._scales_of(name, places)):
-            self.used.update(key_of(section_of(key), scale) for scale in scales)
-            self.mismatched.append(quantised(name, scales))
-            return
+        if is_float8(place.dtype) and place.dtype != tensor.dtype:
+            self._scales = self._scales or Scales(places)
+            if scales := self._scales.of(name):
+                self.used.update(key_of(section_of(key), scale) for scale in scales)
+                self.mismatched.append(quantised(name, scales))
+                return
         casts = cast_to if isinstance(cast_to, tuple) else (cast_to,)
         may_cast = tensor.dtype in casts and tensor.is_floating_point() and place.dtype.is_floating_point
         # Shapes must match exactly. Dtypes may differ if the caller allows the cast.
@@ -140,12 +142,6 @@ class Targets:
         if any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
             raise ValueError(f"{name!r} is expanded: its elements share memory and cannot differ; call .contiguous()")
         self.pending.append(FillTarget(key=key, dtype=place.dtype, sharding=sharding, tensor=tensor))
-
-    def _scales_of(self, name: str, places: Places) -> list[str]:
-        """Return the scales of a tensor in the files; the first call lists all scales."""
-        if self._scales is None:
-            self._scales = Scales(places)
-        return self._scales.of(name)
 
 
 def model_targets(

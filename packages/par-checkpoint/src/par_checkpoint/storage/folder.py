@@ -62,19 +62,17 @@ def check_no_url(path: str) -> None:
         )
     for number, part in enumerate(parts[:-1]):
         scheme = part.removesuffix(":")
-        if scheme == part or not _is_scheme(scheme, anywhere=number > 0):
+        if number:
+            is_scheme = scheme.rpartition("::")[2].lower() in _SCHEMES
+        else:  # one letter is a drive
+            is_scheme = re.fullmatch("[A-Za-z][A-Za-z0-9+.:-]+", scheme) is not None
+        if scheme == part or not is_scheme:
             continue
         rest = "/".join(each for each in parts[number + 1 :] if each)
         raise ValueError(
             f"path={path!r}: this is a local path, made of the URL '{scheme}://{rest}' by pathlib or os.path; pass "
             "the URL itself, as a str"
         )
-
-
-def _is_scheme(text: str, *, anywhere: bool) -> bool:
-    if anywhere:
-        return text.rpartition("::")[2].lower() in _SCHEMES
-    return re.fullmatch("[A-Za-z][A-Za-z0-9+.:-]+", text) is not None  # one letter is a drive
 
 
 class Folder(Protocol):

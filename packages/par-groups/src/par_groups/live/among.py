@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from .._torch_private import group_called
 
+# It is kept here because a process group takes no attributes, and because all callers of this process must count in one
+# place: two counters would give two groups one name. It ends with its world.
 _MADE: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
 """For each world, how many communicators of the same ranks were made here."""
 

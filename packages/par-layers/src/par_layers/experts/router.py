@@ -136,7 +136,10 @@ class Router(ParallelLayer):
         if mask is not None and mask.shape != x.shape[:1]:
             raise ValueError(f"mask has shape {list(mask.shape)}: x has {len(x)} tokens; pass [{len(x)}]")
         with _without_autocast(x.device.type):
-            logits = _logits(x, self.weight, self.bias)
+            # torch's own function gives logits in the dtype of its arguments, so it serves only fp32 and fp64.
+            is_wide = x.dtype == self.weight.dtype and x.dtype in (torch.float32, torch.float64)
+            linear = functional.linear if is_wide else _RouterLogits.apply
+            logits: Tensor = linear(x, self.weight, self.bias)
             scores = logits.softmax(-1) if self.config.scoring_func == "softmax" else logits.sigmoid()
             # The key comes from torch's CPU generator, which a checkpoint restores: so a recomputation draws the same
             # key as its forward and finds the ids that the forward selected. Near ties could flip otherwise.
@@ -269,14 +272,6 @@ def has_numbers(x: Tensor) -> bool:
 def _without_autocast(device_type: str) -> AbstractContextManager[object]:
     """Return a context without autocast; it is empty when autocast is off, since entering one costs microseconds."""
     return torch.autocast(device_type, enabled=False) if is_any_autocast_enabled() else nullcontext()
-
-
-def _logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute x @ weight.T + bias in at least fp32."""
-    if x.dtype == weight.dtype and x.dtype in (torch.float32, torch.float64):
-        return functional.linear(x, weight, bias)
-    logits: Tensor = _RouterLogits.apply(x, weight, bias)  # type: ignore[no-untyped-call]
-    return logits
 
 
 class _RouterLogits(torch.autograd.Function):

@@ -53,12 +53,16 @@ class Shared:
         optimizer: Optimizer | None = None,
     ) -> None:
         self._parameters, self._group, self._optimizer = dict(parameters), group, optimizer
+        copies = [dist.get_rank()] if replicas is None else dist.get_process_group_ranks(replicas)
         mine = []
         for parameter in self._parameters.values():
+            # Without metadata, a parameter is unsharded on this rank and its replicas.
+            has_metadata = attributes.SHARDING.is_on(parameter)
+            sharding = sharding_of(parameter) if has_metadata else whole(parameter.shape, copies)
             # A parameter that only some holders train would drift from its copies, so the text makes this a part of the
             # comparison.
             kind = f"{parameter.dtype}{'' if parameter.requires_grad else ' frozen'}"
-            mine.append((kind, _record(parameter, replicas)))
+            mine.append((kind, sharding))
         by_rank = self._gathered(mine)
         self._holders = [rank for rank, theirs in enumerate(by_rank) if theirs]
         _check([by_rank[rank] for rank in self._holders])
@@ -221,14 +225,6 @@ class Shared:
     def _gathered(self, mine: Any) -> list[Any]:
         """All-gather a small object over the group."""
         return list(agree(None, mine, self._group).values())
-
-
-def _record(parameter: nn.Parameter, replicas: dist.ProcessGroup | None) -> Sharding:
-    """Return a parameter's sharding metadata. Without metadata, it is unsharded on this rank and its replicas."""
-    if attributes.SHARDING.is_on(parameter):
-        return sharding_of(parameter)
-    copies = [dist.get_rank()] if replicas is None else dist.get_process_group_ranks(replicas)
-    return whole(parameter.shape, copies)
 
 
 def _joined(records: Sequence[Sharding]) -> Sharding:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from .._errors import Failure
 from .._program import STATUS, Message, is_sum
-from .._structure import ALIGNMENT, Signature, TensorSpec, aligned, flatten
+from .._structure import ALIGNMENT, Signature, aligned, flatten
 from .lanes import APART, FIRST, REST
 
 HEADER = 512  # bytes
@@ -211,20 +211,14 @@ class Header:
         source, start = (source, start + self.description) if apart is None else (apart, 0)
         tensors = []
         for spec in signature.specs:
-            part = _tensor_at(source, start, spec)
+            # No view for autograd: a stage may write into one tensor of a message while autograd saves another. A slice
+            # and a view would also take three times as long, which matters for tiny stages.
+            made = torch.empty(0, dtype=spec.sent, device=source.device)
+            offset = start // spec.sent.itemsize
+            part = made.set_(source.untyped_storage(), offset, spec.shape, ())  # () is contiguous
             tensors.append(part if spec.sent is spec.dtype else part.to(spec.dtype))
             start += aligned(spec.bytes)
         return signature, tensors
-
-
-def _tensor_at(message: Tensor, start: int, spec: TensorSpec) -> Tensor:
-    """Return a tensor in the memory of a message, from a byte on.
-
-    The tensor is not a view for autograd, because a stage may write into one tensor of a message while autograd saves
-    another. Slices and views would also take three times as long, which matters for tiny stages.
-    """
-    made = torch.empty(0, dtype=spec.sent, device=message.device)
-    return made.set_(message.untyped_storage(), start // spec.sent.itemsize, spec.shape, ())  # () is contiguous
 
 
 def _parts(signature: Signature, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:

@@ -238,7 +238,8 @@ class FsspecStore:
         """
         try:
             self.fs.find(folder, maxdepth=1)
-            if _protocols(self.fs) & _OF_BUCKETS:
+            protocol: str | tuple[str, ...] = getattr(self.fs, "protocol", ())
+            if not _OF_BUCKETS.isdisjoint((protocol,) if isinstance(protocol, str) else protocol):
                 self.fs.ls(folder.lstrip("/").partition("/")[0], detail=False)
         except FileNotFoundError as error:
             raise self._no_bucket(error) from error
@@ -470,12 +471,6 @@ def passes(error: Exception) -> bool:
     # What the libraries of HTTP raise of their own is no OSError, and none of them need be installed.
     names = {base.__name__ for base in type(error).__mro__}
     return type(error).__module__.partition(".")[0] == "aiohttp" or not names.isdisjoint(_PASSING_NAMES)
-
-
-def _protocols(fs: Any) -> set[str]:
-    """Return the schemes of a file system of fsspec."""
-    protocol = getattr(fs, "protocol", ())
-    return {protocol} if isinstance(protocol, str) else set(protocol)
 
 
 def missing(path: str) -> CorruptError:
