@@ -134,6 +134,7 @@ def _cut(  # noqa: PLR0917
             for kind, each in tried
             if kind != "balanced" or each == CHUNKS[0] or length >= outer * each * block
         ]
+    # Without ranks that exchange keys there is nothing to balance.
     if outer == 1:
         tried = [("contiguous", 1)]
     fitting = [(kind, each) for kind, each in tried if pad or length % (outer * each * multiple) == 0]
@@ -176,8 +177,10 @@ def _fastest(options: list[Tokens], work: Ints, intervals: list[tuple[Ints, Ints
     """Return the split whose slowest rank has the lowest predicted time; the first one of equals."""
     best, least = options[0], float("inf")
     length = len(work)
+    # Prefix sums give the work of any range of tokens by one difference.
     before = np.concatenate([[0], np.cumsum(work)])
     for tokens in options:
+        # Padding behind the last token costs nothing.
         edges = np.array([run for runs in tokens.runs for run in runs]).clip(max=length)
         of_rank = np.repeat(np.arange(tokens.ranks), [len(runs) for runs in tokens.runs])
         pairs = np.zeros(tokens.ranks, np.int64)

@@ -110,6 +110,7 @@ class Context:
             # A rank may split its tokens further among tensor ranks; rows are padded alike with and without these.
             self.how, self.multiple = "contiguous", lanes.sequence // self.ranks * lanes.tensor
             self._attend = LaneAttention(groups, axis, lanes, kernel=kernel, block=block)
+        # In lanes one rank computes as several do, so that the results have the same bits.
         self.is_split = self.ranks > 1 or lanes is not None
         if self.mode == "ulysses" and self.how not in {"auto", "contiguous"}:
             raise ValueError(

@@ -134,6 +134,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.layers, self.head, self.causal = layers, width // heads, causal
+        # Queries, keys and values are one weight of three blocks, each of which is split by heads.
         sizes = [width, key_heads * self.head, key_heads * self.head]
         self.attention_norm = layers.LayerNorm(width)
         self.query_key_value = layers.ColumnLinear(width, sum(sizes), blocks=sizes, unit=self.head, init=normal(0.02))

@@ -49,6 +49,8 @@ class Wrapper:
         """
         downs = [f"{self.name}.lora_A.{adapter}" for adapter in self.adapters]
         ups = [f"{self.name}.lora_B.{adapter}" for adapter in self.adapters]
+        # B computes the gradient of A's output from this rank's features only. If the region has no entry that sums
+        # it, B's copy of its own input does, and A's gradient is full.
         of_down, of_up = (
             (PartialGradient() if enters else Replicated(), style)
             if isinstance(style, ColumnParallel)
@@ -75,6 +77,7 @@ def wrappers_of(modules: dict[str, nn.Module], rules: dict[str, Style]) -> dict[
         TypeError: An adapter is of a kind that cannot be cut.
     """
     found: dict[str, Wrapper] = {}
+    # The rule may be on the module, on a part of it, or on a module around it.
     ruled = {owner for name in rules for owner in (name, *names_around(name))}
     for name, module in modules.items():
         who = type(module).__name__

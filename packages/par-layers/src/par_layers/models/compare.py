@@ -76,10 +76,12 @@ def verify_plan(
     layers = groups if isinstance(groups, LayerSet) else layer_set("auto", groups)
     axes = tensor_axes(layers.grid)
     whole = make().eval()
+    # Ranks may have drawn different weights. `parallelize` broadcasts only those of the copy that it shards.
     if axes:
         group = layers.grid.group(axes)
         for tensor in (*whole.parameters(), *whole.buffers()):
             dist.broadcast(tensor.data, dist.get_global_rank(group, 0), group=group)
+    # A loss that the model computes itself would be of this rank's classes only, so its logits are gathered.
     computes_own = isinstance(batch, Mapping) and "labels" in batch and shifts_labels(whole) is None
     cut = parallelize(copy.deepcopy(whole), layers, plan, logits="full" if computes_own else "sharded")
     known = parallelization_of(cut)
@@ -105,6 +107,7 @@ def verify_plan(
     }
     numbers = torch.tensor([loss, logits, *far.values()], dtype=torch.float64, device=next(cut.parameters()).device)
     if axes:
+        # Each rank has compared its own shards only.
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=layers.grid.group(axes))
     loss, logits, *gradients = numbers.tolist()
     return PlanComparison(loss, logits, dict(zip(far, gradients, strict=True)))

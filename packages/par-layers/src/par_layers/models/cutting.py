@@ -79,6 +79,7 @@ def part_along(shape: Sequence[int], dim: int, rows: Sequence[Rows], grid: Grid,
         sum_over: Axes over which the gradient is partial after backward. Axes of size 1 are ignored.
     """
     dim %= len(shape)
+    # Each run is split by itself, so that a rank has a part of every block of a fused weight.
     counts = [(run.padded or run.length) // grid.size(run.axes) for run in rows]
     local_shape = (*shape[:dim], sum(counts), *shape[dim + 1 :])
     stride = tuple(math.prod(local_shape[after + 1 :]) for after in range(len(shape)))
@@ -121,6 +122,7 @@ def make_alike_(model: nn.Module, group: dist.ProcessGroup, device: torch.device
     # The shards would then belong to different models, and replicated parameters would differ between ranks.
     tensors: dict[int, Tensor] = {id(each): each for each in model.parameters()}
     for module in model.modules():
+        # Sorted below, because a set has another order in each process, and the ranks' broadcasts must match.
         saved = module._buffers.keys() - module._non_persistent_buffers_set
         tensors.update({id(each): each for name in sorted(saved) if (each := module._buffers[name]) is not None})
     source = dist.get_global_rank(group, 0)
@@ -129,6 +131,7 @@ def make_alike_(model: nn.Module, group: dist.ProcessGroup, device: torch.device
             continue
         sent = tensor.detach().to(device).contiguous()
         dist.broadcast(sent, source, group=group)
+        # If `sent` is the tensor's own memory, the broadcast has already written it.
         if dist.get_rank() != source and sent.data_ptr() != tensor.data_ptr():
             tensor.copy_(sent)
 

@@ -49,8 +49,10 @@ class AdoptedDropout(nn.Dropout):
         inside = self.region is not None and self.region.inside
         if self.p == 1.0 or (inside and self.region is not None and self.region.inner_dropout):
             return functional.dropout(x, self.p, training=True, inplace=self.inplace)
+        # Between a Column and its Row the features are this rank's part.
         if inside:
             return dropped(x, self.p, ActivationLayout(features=self.axes), self.grid)
+        # The layout is that of a split sequence, but a forward without gradients leaves activations whole.
         is_whole = self.sequence is not None and not self.sequence.is_cut(self)
         return dropped(x, self.p, replace(self.layout, sequence=()) if is_whole else self.layout, self.grid)
 

@@ -53,6 +53,7 @@ class Generation:
             remedy="pass every rank of a tensor group the same",
             show=False,
         )
+        # The states have come with the digests, in one exchange. Every rank draws from those of the first.
         (_, states), *_ = said.values()
         with _drawing_from(states, device), self.sequence.whole():
             return type(self.model).generate(self.model, *args, **kwargs)  # type: ignore[attr-defined]
@@ -80,6 +81,7 @@ def _leaves(value: Any) -> Iterator[Any]:
             yield str(key)
             yield from _leaves(value[key])
     elif isinstance(value, (list, tuple)):
+        # Without lengths, [[1], [2]] and [[1, 2]] would be equal.
         yield len(value)
         for each in value:
             yield from _leaves(each)

@@ -133,6 +133,7 @@ class ModelEntry(Hook):
         if self.logits is not None and self.labels is not None:
             given = kwargs.get("labels", args[self.labels] if len(args) > self.labels else None)
             if self.switched is not None:
+                # In evaluation and without labels the caller wants the logits themselves.
                 self.logits.cut = module.training and given is not None
             elif self.is_loss_own and given is not None and self.logits.is_sharded:
                 self._refuse_own_loss(module)
@@ -153,6 +154,7 @@ class ModelEntry(Hook):
             self.sequence.end(module)
         if self.logits is None:
             return output
+        # Dropped here, because it would hold the graph of this forward.
         sharded, self.logits.latest = self.logits.latest, None
         if self.switched is not None:
             if self.logits.cut and not self.logits.held:  # inside `sharded_logits` the caller wants the shard

@@ -112,6 +112,8 @@ class SharedExpert(Hook):
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the input divided by the number of ranks."""
         del module
+        # The module is the identity. The sum of the experts' outputs over the ranks makes up for the division, and in
+        # backward the sum at the experts' entry does.
         return (args[0] / self.grid.size(self.axes), *args[1:])
 
 

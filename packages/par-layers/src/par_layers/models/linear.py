@@ -90,6 +90,7 @@ class RegionEntry:
     def gather(self, part: Tensor) -> Tensor:
         """Gather the full input from this rank's part [B, S/p, h]; backward: reduce-scatter."""
         group = self.grid.group(self.axes)
+        # One for each forward: with several microbatches in flight, each backward gathers its own input.
         self.part, self.again = part, _Again(group)
         self.whole = all_gather_to(part, group, SEQUENCE)
         return self.whole
@@ -107,6 +108,8 @@ class RegionEntry:
         linear: LinearFunction | None = None,
     ) -> Tensor:
         """Compute the matmul of a column of the region, whose input is already gathered."""
+        # A Column with another input, such as the states for cross-attention, or with its own product, such as
+        # float8, saves what it reads itself.
         if x is not self.whole or linear is not None:
             return local_product(x, weight, bias, hook, linear)
         product: Tensor = _GatheredColumn.apply(x, weight, bias, self.part, (self.again, hook))  # type: ignore[no-untyped-call]
@@ -129,12 +132,14 @@ class _Again:
 
     def start(self, part: Tensor) -> None:
         """Start the all-gather, unless another column has."""
+        # Nobody is left before a backward and after it: a retained graph may run backward again.
         if self._left == 0:
             self._left = self.users
             self._started, self._whole = start_all_gather(part, self.group), None
 
     def finish(self) -> Tensor:
         """Return the full input [B, S, h]; the last column that calls frees it."""
+        # Only the first of the columns waits.
         if self._whole is None and self._started is not None:
             self._whole = finish_all_gather_on(self._started, self.group, SEQUENCE)
         whole, self._left = self._whole, self._left - 1
@@ -251,6 +256,7 @@ class AdoptedColumn(_Adopted):
                 real = self.out_features - self.grid.index(self.axes) * local
                 # Padded classes must get the probability 0 in a loss over sharded logits.
                 y = y.masked_fill(torch.arange(local, device=y.device) >= real, -torch.inf)
+            # After the forward, the model's entry looks in the graph whether a loss was computed from this shard.
             if self.logits.watched:
                 self.logits.latest = y
             return y
@@ -313,6 +319,7 @@ def adopt_linear_(
     """
     inside: dict[str, Any] = linear.__dict__
     if transposed:
+        # Conv1D has other names for its features, and checks of Columns and Rows read torch's.
         inside["in_features"], inside["out_features"] = inside["nx"], inside["nf"]
     linear.__class__ = adopted
     inside.update(grid=grid, axes=axes, transposed=transposed, linear=None, **attributes)

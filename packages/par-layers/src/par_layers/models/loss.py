@@ -52,6 +52,7 @@ class VocabularyLoss:
         """
         options = LossOptions(classes=self.vocabulary, ignore_index=ignore_index)
         labels = labels.to(logits.device)
+        # Labels are shifted and not logits: a slice of the logits would be copied by the reshape below.
         if shift:
             labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         check_targets(labels, options)
@@ -174,6 +175,7 @@ class DeferredLogits(Tensor):
         del types
         first, keywords = args[0] if args else None, kwargs or {}
         if not isinstance(first, DeferredLogits):
+            # The logits are inside a list or a later argument, so the function reads their values.
             return func(*_read(args), **_read(keywords))
         part, over = first._part, first._over
         # A property arrives as the `__get__` of its descriptor.
@@ -182,9 +184,11 @@ class DeferredLogits(Tensor):
             others = (each._part if isinstance(each, DeferredLogits) else each for each in args[1:])
             return cls.of(func(part, *others, **keywords), over)
         if func is Tensor.size or name == "shape":
+            # An expanded scalar has the full shape, and the memory of one element.
             return func(part.new_empty(()).expand(*part.shape[:-1], over.vocabulary), *args[1:], **keywords)
         if func is Tensor.__repr__:  # a program may print on rank 0 only, where a collective would hang
             return f"DeferredLogits(shape={list(first.shape)}, dtype={part.dtype}, device={part.device})"
+        # All other properties, such as dtype and device, are those of the shard.
         if func in _ABOUT_SHARD or (name is not None and name not in _OF_VALUES):
             return func(part, *args[1:], **keywords)
         return func(*_read(args), **_read(keywords))
@@ -215,6 +219,7 @@ def defer_logits(output: Any, over: VocabularyLoss) -> Any:
         output: A mapping with `logits`, which is changed in place; or a tuple of loss, logits and other tensors.
         over: The loss over the vocabulary, which gathers logits.
     """
+    # With labels and return_dict=False, a model of transformers returns the loss first and then the logits.
     place: Any = "logits" if isinstance(output, MutableMapping) else 1
     is_pair = isinstance(output, tuple) and len(output) > 1
     logits = output.get(place) if isinstance(output, MutableMapping) else output[1] if is_pair else None

@@ -54,7 +54,9 @@ class Proof:
         """
         first = output if isinstance(output, Tensor) else output[0]
         rows, columns, entered = _nodes(self.rows), _nodes(self.columns), _nodes(self.entered)
+        # A region without a Row ends at its output.
         ends = rows or _nodes([first.grad_fn])
+        # Everything between the Columns and the Row, where ranks compute with different features.
         inside = _before(ends, stop=columns | entered)
         self._check_parameters(module, inside)
         if not entered or not rows:
@@ -80,6 +82,7 @@ class Proof:
         for path, child in module.named_modules(prefix=self.name):
             for name, parameter in child.named_parameters(path, recurse=False):
                 record = sharding_of(parameter)
+                # A sharded parameter, or one whose gradient is summed over ranks later, is as it should be.
                 is_partial = any(box.size != record.shape or box.sum_over for box in record.boxes)
                 if id(parameter) in used and not is_partial and not isinstance(child, ParallelLayer):
                     raise ValueError(

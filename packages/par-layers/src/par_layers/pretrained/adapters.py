@@ -79,6 +79,7 @@ def inject_adapters_(model: Any, adapter: Any) -> None:
         # As transformers' add_adapter does. That method requires releases of peft that may not be out yet.
         peft.inject_adapter_in_model(config, model)
     model._hf_peft_config_loaded = True  # for transformers: the model has adapters of peft
+    # Called only for the errors that it raises.
     adapters_in(model)
 
 
@@ -93,6 +94,7 @@ def draw_adapters_(part: nn.Module, seed: int, device: torch.device) -> None:
     tensors = adapter_tensors(part)
     gaussian = bool(tensors) and config_of(part).init_lora_weights == "gaussian"
     for name, parameter in tensors.items():
+        # Each rank draws the full matrix, so that its values do not depend on the number of ranks.
         full = torch.zeros(sharding_of(parameter).shape)
         if ".lora_A." in name:
             generator = torch.Generator().manual_seed(seed_of(seed, name))

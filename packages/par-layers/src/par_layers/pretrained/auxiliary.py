@@ -42,6 +42,7 @@ class AuxiliaryLosses:
         """Return the outputs with a loss that sums up to the loss of one device."""
         del module, args
         items, labels = keywords.get("num_items_in_batch"), self._labels(keywords)
+        # Only after exactly one call of the loss function it is known which part of the loss is one of tokens.
         if items is None or labels is None or len(self._losses) != 1:
             return outputs
         ((given, version, of_tokens),) = self._losses

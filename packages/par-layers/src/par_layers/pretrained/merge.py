@@ -24,6 +24,7 @@ def merged_tensors(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
     layers, tensors, own = adapters_in(model), base_tensors(model), adapter_tensors(model)
     mine = {key: (tuple(sharding_of(tensor).shape), tensor.dtype) for key, tensor in own.items()}
     known = {key: of for theirs in agree(None, mine, None).values() for key, of in theirs.items()}
+    # `_whole` is collective: each rank goes through the adapters of all pipeline stages, in the same order.
     for key in sorted(key for key in known if ".lora_A." in key):
         names = key, key.replace(".lora_A.", ".lora_B.")
         down, up = (_whole(own.get(name), *known[name], device) for name in names)

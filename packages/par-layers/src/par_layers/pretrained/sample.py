@@ -148,6 +148,7 @@ def write_on(
             logits = logits_after(ids.to(device), lengths)
             chosen = torch.empty(len(writing), dtype=torch.int64, device=device)
             if logits is not None and dist.get_rank() == chooser:
+                # A row's n-th new token takes its n-th number, whatever rows have ended before.
                 drawn = torch.stack([numbers[row][len(texts[row]) - first[row]] for row in writing])
                 chosen = _chosen(logits, request.temperature, drawn.to(device))
             dist.broadcast(chosen, src=chooser)
@@ -175,6 +176,7 @@ def _logits_after(model: nn.Module, run: Run) -> Callable[[Tensor, Sequence[int]
 
     def logits_after(ids: Tensor, lengths: Sequence[int]) -> Tensor | None:
         rows, time = len(lengths), ids.shape[1]
+        # Only logits from the end of the shortest text on are read.
         chosen: dict[str, Any] = {"use_cache": False, "logits_to_keep": time - min(lengths) + 1}
         keywords = {name: value for name, value in chosen.items() if name in takes}
         outputs = run(ids, **keywords)
@@ -205,6 +207,7 @@ def _over_ranks(model: nn.Module, run: Run, context: Context) -> Callable[[Tenso
             keywords = {name: cut[name] for name in ("position_ids", "attention_mask", TOKENS)}
             keywords["use_cache"] = False
         else:
+            # Layers that get no description of the split take each row for one document of the padded length.
             tokens = context.tokens(tokens.padded)
             places = torch.from_numpy(tokens.index(context.rank)).to(ids.device)
             ids = functional.pad(ids, (0, tokens.padded - ids.shape[1])).index_select(1, places)
@@ -230,6 +233,7 @@ def _chosen(logits: Tensor, temperature: float, numbers: Tensor) -> Tensor:
     """Choose a token for each row of logits [rows, vocabulary] by where its number falls in the cumulative softmax."""
     if temperature == 0.0:
         return logits.argmax(-1)
+    # Summed in float64, and scaled below: the last sum of many rounded terms may be a little off 1.
     sums = (logits.double() / temperature).softmax(-1).cumsum(-1)
     found = torch.searchsorted(sums, (numbers * sums[:, -1]).unsqueeze(-1), right=True)
     return found.squeeze(-1).clamp(max=logits.shape[-1] - 1)

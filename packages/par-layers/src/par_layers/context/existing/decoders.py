@@ -50,6 +50,7 @@ def check_decoder(model: nn.Module) -> None:
                 "weights shall be trained without it"
             )
     _check_head(model)
+    # Other parts, such as a tower for images, are not given split tokens.
     of_text = set(model.get_decoder().modules())
     for name, module in model.named_modules():
         child = next((child for child in module.children() if _attends(child)), None)
@@ -105,6 +106,7 @@ def _is_deaf(module: nn.Module) -> bool:
     code = _code(module)
     if code is None:
         return False
+    # Without `**kwargs` there is no way for par_tokens.
     if not code.co_flags & CO_VARKEYWORDS:
         return True
     keywords = getargs(code).varkw

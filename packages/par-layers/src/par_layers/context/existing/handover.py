@@ -59,6 +59,7 @@ def receive(x: Tensor, link: StateLink, *, with_gradient: bool) -> tuple[Tensor,
         with_gradient: Whether backward will run, identical on all ranks.
     """
     dtypes = _dtypes(x)
+    # Only a forward shows the shapes of states, so the left rank describes them in a message before the first one.
     if dtypes not in link.shapes:
         link.shapes[dtypes] = _receive_header(link, x.device)
     shapes = link.shapes[dtypes]
@@ -103,6 +104,7 @@ class _ReceiveStates(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, of_x: Tensor | None, *of_states: Tensor | None) -> tuple[Tensor | None, ...]:
         (anchor,) = ctx.saved_tensors
+        # The left rank waits for a message of a fixed size, so a state that nobody used has zeros in it.
         gradients = [
             torch.zeros(shape, dtype=dtype, device=anchor.device) if each is None else each
             for each, (shape, dtype) in zip(of_states, ctx.like, strict=True)

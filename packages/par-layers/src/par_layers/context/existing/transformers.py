@@ -99,6 +99,8 @@ def _with_places(
     """
     tokens = keywords.get("par_tokens")
     mask = keywords.get("attention_mask") if len(arguments) < 2 else arguments[1]
+    # The mask that `cut` makes says by itself that there is no padding. One on a device is looked at in `_mask`,
+    # without a wait.
     is_checked = mask is not None and (not _is_of_padding(mask) or _is_one_number(mask))
     is_complete = is_checked and (keywords.get("position_ids") is not None or len(arguments) > 2)
     if is_complete or not isinstance(tokens, Tokens):
@@ -213,6 +215,7 @@ def whole_batch(
     if batch.get("labels") is None:
         return result, documents, ()
     if mask is not None:
+        # The split batch has no padding mask, so the labels say what the loss must not count.
         result["labels"] = batch["labels"].masked_fill(~mask.bool(), -100)
     return {**result, "shift_labels": result["labels"]}, documents, ("shift_labels",)
 
@@ -255,6 +258,7 @@ def _documents_by_position(positions: Tensor, mask: Tensor | None) -> list[list[
                 "attention_mask has padding before tokens whose position_ids count on; they must begin anew behind "
                 "it, or give documents= instead"
             )
+        # Where padding begins, a document of its own does.
         begins = begins | (before & ~seen)
     ends = [[*row.nonzero()[:, 0].tolist(), here.shape[1]] for row in begins]
     return [[b - a for a, b in pairwise(row)] for row in ends]
@@ -301,6 +305,7 @@ def _attention(  # noqa: PLR0917 - the signature that models call
             )
     if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
         query = _scaled_by_place(module, query, context.positions(tokens))
+    # Transformers has the heads before the tokens.
     heads_last = (x.transpose(1, 2) for x in (query, key, value))
     return context.attention(*heads_last, tokens, mask=attention_mask, scale=scaling, sinks=sinks), None
 
@@ -400,13 +405,18 @@ def read(function: Callable[..., Tensor]) -> Mask:
         last = (int(coarse.int().argmin()) - 1) * STEP
         return last + int(seen(last + torch.arange(STEP + 1)).int().argmin()) - 1
 
+    # A window reaches equally far back from every token. A chunk reaches back to its begin, from the next token one
+    # farther, so the distances of two neighbours tell which it is.
     back, after, ahead = reach(FAR, -1), reach(FAR + 1, -1), reach(FAR, 1)
     mask = Mask(causal=ahead == 0)
     if back is not None and back == after:
         mask = Mask(causal=ahead == 0, window=back + 1)
     elif back is not None:
+        # Under a causal mask a query sees nothing ahead, so the end of its chunk is found from the keys' side.
         last = reach(FAR, 1, of_key=True)
         mask = Mask(causal=ahead == 0, chunk=back + 1 + (last or 0))
+    # So far the mask is a guess from a few queries. It counts only if the function agrees at all edges, from many
+    # queries.
     size = mask.window or mask.chunk or 2
     apart = torch.tensor([0, 1, 2, size - 1, size, size + 1, 2 * size])
     queries = FAR + torch.cat([apart, torch.arange(16)])[:, None]

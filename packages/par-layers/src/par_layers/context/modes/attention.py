@@ -62,6 +62,7 @@ class SequenceAttention:
             # behind the other.
             keys, gradients = channels_of(groups, self._outer)
             self._ring = RingOptions(keys.group_name, gradients.group_name)
+        # Caches of this object and not of its class, so that plans end with it.
         self.plan = lru_cache(PLANS)(self._make_plan)
         self._shares = lru_cache(PLANS)(self._make_shares)
 

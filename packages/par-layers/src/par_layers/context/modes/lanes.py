@@ -93,6 +93,7 @@ class LaneAttention:
         kernels = choose_kernels(q, v, self._kernel, self._block)
         plan = self._plan(tokens, mask)
         how = AttentionOptions(kernels, plan.masks, 1 / math.sqrt(q.shape[3]) if scale is None else scale)
+        # The kernels read the last dim as contiguous without looking at its stride.
         q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
         mixed: Tensor = _QueriesInLanes.apply(q, k, v, plan, how, self._group)  # type: ignore[no-untyped-call]
         return mixed
@@ -154,6 +155,7 @@ class _QueriesInLanes(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
+        # To save them would cost each layer the memory of the full sequence.
         keys, values = _gathered(k, v, ctx.group)
         saved = SavedAttention(plain(gradient), q, keys, values, out, lse)
         wide, head = wide_dtype(q.dtype), k.shape[3]
@@ -170,6 +172,8 @@ class _QueriesInLanes(torch.autograd.Function):
             queries.finish()
         both = tree(terms)
         if ctx.group:
+            # The tree over the ranks goes on from the sum over this rank's lanes, and leaves each rank the gradient
+            # of its own keys.
             both = start_tree_reduce_scatter_on(both, group_of_name(ctx.group), SEQUENCE)()
         both = both.to(k.dtype)
         return dq.to(q.dtype), both[..., :head], both[..., head:], None, None, None

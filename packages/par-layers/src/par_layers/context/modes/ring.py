@@ -298,6 +298,7 @@ class HomewardGradients:
         if plan.has_gradient(following, hop) and hop < plan.hops.far[following]:
             self._incoming = torch.empty_like(like)
             batch.append(_receive(self._incoming, (plan.rank - 1) % plan.ranks, group))
+        # The last rank that sees the local keys is this many hops away, and sends their gradient straight back.
         if hop == plan.hops.far[plan.rank]:
             self._home = torch.empty_like(like)
             batch.append(_receive(self._home, (plan.rank + hop) % plan.ranks, group))

@@ -40,6 +40,7 @@ def make_gradients_exact_(
     for name, module in modules.items():
         if module in adopted:
             continue
+        # A shared module has several names, but needs its hooks once.
         adopted.add(module)
         if is_norm(module):
             cut = bool(axes) and found.is_cut_along_sequence(name)
@@ -108,6 +109,8 @@ class FusedNorm(Hook):
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Let the module's code see no parameters."""
         del args
+        # An attribute of the instance comes before a registered parameter, so torch's norm finds no weight and no
+        # bias.
         module.__dict__.update(dict.fromkeys(module._parameters))
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:

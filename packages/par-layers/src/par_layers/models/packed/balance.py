@@ -70,6 +70,7 @@ class _GlobalAuxLoss:
         self.mask_at = names.index("attention_mask")
         self.groups = [groups]
         if isinstance(groups, ProcessGroups):
+            # Tensor ranks hold the same tokens, which must not count twice.
             self.groups = [groups[axis] for axis in _AXES if groups.size(axis) > 1]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -92,6 +93,7 @@ class _GlobalAuxLoss:
         mask = kwargs.get("attention_mask", args[self.mask_at] if len(args) > self.mask_at else None)
         outputs.aux_loss = self._balance(logits, module.num_experts, module.num_experts_per_tok, mask).to(own)
         if outputs.loss is not None:
+            # The model has added its own term already.
             outputs.loss = outputs.loss + _factor_of(module) * (outputs.aux_loss - own).to(outputs.loss.device)
         return outputs
 
@@ -106,6 +108,7 @@ class _GlobalAuxLoss:
         """
         counted = layers[0].new_ones(len(layers[0])) if mask is None else mask.reshape(-1).to(layers[0])
         counted = counted.to(torch.promote_types(counted.dtype, torch.float32))
+        # float64 counts tokens exactly; float32 does so only up to 2^24.
         chosen = counted.new_zeros(experts, dtype=torch.float64)
         scores = counted.new_zeros(experts)
         for logits in layers:

@@ -46,6 +46,7 @@ class DealtForward:
         self.activation = experts.activation  # which may be a method of the module: a copy has that of its own
 
     def __getstate__(self) -> dict[str, Any]:
+        # A process group cannot be copied; the copy makes its own dispatcher when it first runs.
         return {key: value for key, value in self.__dict__.items() if key != "dispatcher"}
 
     @cached_property
@@ -74,6 +75,7 @@ class DealtForward:
         group = self.grid.group(self.axes) if self.axes else None
         is_whole = self.grid.size(("expert_tensor",)) == 1
         ids = top_k_index if self.block is None else self.block.confirmed(top_k_index)
+        # An id beyond the last expert makes the dispatch raise on every rank, with the name of the rank that has NaN.
         ids = ids.masked_fill(gates.detach().isnan(), self.experts.num_experts)
         if group is not None and is_whole:
             x, ids, gates = cut_rows(x, group), cut_rows(ids, group), cut_rows(gates, group)
@@ -95,6 +97,7 @@ class DealtForward:
         if not module.has_post_expert_norm:
             outputs: Tensor = self.experts(rows, gates, counts)
             return outputs
+        # The norm comes before the gates, and is not linear, so the experts are run with gates of one.
         normed: Tensor = module.post_expert_norm(self.experts(rows, gates.new_ones(gates.shape), counts))
         return (normed * gates.unsqueeze(-1)).to(rows.dtype)
 

@@ -60,6 +60,7 @@ def experts_like(module: nn.Module, grid: Grid, name: str, *, in_lanes: bool = F
             "expert=1 with numerics='canonical'"
         )
     experts, *features = getattr(inside, first).shape
+    # A transposed weight is [E, in, out]; torch's own layout is [E, out, in].
     hidden, wide = features if inside.is_transposed else reversed(features)
     try:
         return (LaneExperts if in_lanes else Experts)(
@@ -108,6 +109,7 @@ def activation_like(module: nn.Module) -> str | Activation:
     inside: Any = module
     if not inside.has_gate:
         return Activation(inside.act_fn, gated=False)
+    # A class may override the gate. Only the usual one with SiLU, gate before up, is what the fused product computes.
     usual = (apply_gate, getattr(sys.modules.get("transformers.integrations.moe"), "_default_apply_gate", apply_gate))
     is_silu = getattr(inside, "act_fn", None) is functional.silu or type(getattr(inside, "act_fn", None)) is nn.SiLU
     if getattr(type(module), "_apply_gate", None) in usual and is_silu and inside.is_concatenated:

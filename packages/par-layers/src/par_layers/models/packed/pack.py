@@ -85,6 +85,7 @@ def pack_experts_(
         raise ValueError("some of the experts' linears have a bias and some have none; give all bias=True, with zeros")
 
     inside: Any = module
+    # The class changes in place, so that every reference to the list is one to the packed experts.
     inside._modules.clear()
     inside.__class__ = PackedExperts
     inside.has_gate, inside.has_bias, inside.act_fn = gate is not None, has_bias == {True}, activation

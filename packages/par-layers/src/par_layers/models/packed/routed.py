@@ -25,6 +25,7 @@ class RoutedForward:
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.module, self.name, self.replay = module, name, RoutingReplay()
+        # Another tool may have replaced the forward on the instance.
         self._own = vars(module).get("forward")
         self._run: _WatchedRun | None = None  # within a forward that may run again, or does
 
@@ -46,6 +47,7 @@ class RoutedForward:
         if run.kept is None and run.found:
             every = outputs if isinstance(outputs, tuple) else (outputs,)
             graph = next((y for y in every if isinstance(y, Tensor) and y.grad_fn is not None), None)
+            # Without a graph, and with gradients enabled, no backward can run this forward again.
             if graph is not None or not torch.is_grad_enabled():
                 flat = torch.cat([ids.flatten() for ids in run.found])
                 choice = SavedRouting(narrow(flat, run.largest))
@@ -72,6 +74,7 @@ class RoutedForward:
         again = in_backward()
         if not (again or may_run_again()):
             return None
+        # A checkpoint restores the random state, so a recomputation draws the key of its first run.
         drawn = draw_key()
         if not has_numbers(drawn):
             return None

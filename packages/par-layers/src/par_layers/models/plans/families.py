@@ -9,6 +9,7 @@ from .styles import ColumnParallel, ExpertTensorParallel, PartialGradient, RowPa
 @register_plan("gpt2")
 def _gpt2(config: Any) -> Plan:
     unit = config.hidden_size // config.num_attention_heads
+    # c_attn holds queries, keys and values one after the other, and each of the three is split by heads.
     return {
         "h.*.attn.c_attn": ColumnParallel(blocks=3, unit=unit),
         "h.*.attn.c_proj": RowParallel(),
@@ -67,9 +68,11 @@ def _deepseek_v3(config: Any) -> Plan:
     attention = "layers.*.self_attn"
     queries = ColumnParallel(unit=nope + rope)
     before = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm")
+    # Without a low rank for queries, the model has one projection `q_proj` with heads.
     low_rank = before if config.q_lora_rank is not None else before[2:]
     mlp = {"gate_proj": ColumnParallel(), "up_proj": ColumnParallel(), "down_proj": RowParallel()}
     return {
+        # These are replicated before the Columns, and the gradient that comes back from the Columns is a partial sum.
         **{f"{attention}.{name}": PartialGradient(before=True) for name in low_rank},
         f"{attention}.{'q_b_proj' if config.q_lora_rank is not None else 'q_proj'}": queries,
         f"{attention}.kv_b_proj": ColumnParallel(unit=nope + values),

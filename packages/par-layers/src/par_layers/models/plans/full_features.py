@@ -38,6 +38,7 @@ def gather_features(rules: Mapping[str, Style], modules: Mapping[str, nn.Module]
             if not name.startswith(f"{owner}."):
                 continue
             if isinstance(style, ColumnParallel) and isinstance(modules[name], nn.Linear):
+                # Gathered features are in the order of ranks, which is that of the weight only if it has one block.
                 found[name] = replace(style, gather=True, blocks=1)
             elif isinstance(style, RowParallel):
                 found[name] = replace(style, split=True, blocks=1)

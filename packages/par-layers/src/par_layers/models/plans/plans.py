@@ -187,6 +187,7 @@ def _resolve_auto(model: nn.Module, *, experts: bool) -> Resolved:
             "{'layers.*.mlp.up': 'colwise', 'layers.*.mlp.down': 'rowwise'}"
         )
     of_experts: Plan = (getattr(model, "ep_plan", None) or {}) if experts else {}
+    # Experts whose rows travel have rules of their own, which replace those that shard every expert.
     plan = {**_plan_of(model, is_needed=not of_experts), **of_experts}
     names = _names(model)
     rules: dict[str, Style] = {}
@@ -265,6 +266,7 @@ def _names(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _matching(pattern: str, names: Iterable[str]) -> list[str]:
+    # As in the plans of transformers, `*` is the number of a layer.
     matches = re.compile(re.escape(pattern).replace(r"\*", r"\d+")).fullmatch
     return [name for name in names if matches(name)]
 

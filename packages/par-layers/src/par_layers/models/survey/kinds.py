@@ -42,6 +42,7 @@ def is_by_token(module: nn.Module) -> bool:
         return kind.__module__ == activation.__name__ or isinstance(module, BY_TOKEN)
     if isinstance(module, nn.Linear) or is_conv1d(module) or kind.__module__ == "transformers.activations":
         return True
+    # A norm in a model's own code is recognized by its name, and by parameters that are one value for each feature.
     return "Norm" in kind.__name__ and all(each.dim() <= 1 for each in module.parameters())
 
 

@@ -72,6 +72,7 @@ class ParameterShards:
                 part = self._part(path, module, own, parameter)
                 if part is None and not isinstance(module, (nn.Linear, nn.Embedding)):
                     continue  # no rule here; a tied parameter may have one under its other name
+                # A tied parameter is used under several names, whose rules must agree.
                 uses.setdefault(id(parameter), []).append((name, part))
         for key, (name, parameter) in first.items():
             said = uses.get(key, [])
@@ -118,6 +119,7 @@ class ParameterShards:
         features, _ = features_of(module)
         dim = 0 if own == "bias" or not is_conv1d(module) else 1
         if style.gather:
+            # Padding is allowed here, because it is cut off after the gather.
             length = padded(features, self.grid.size(self.axes))
             return part_along(parameter.shape, dim, [Rows(length=features, axes=self.axes, padded=length)], self.grid)
         style = with_unit(style, self.unit(path))
@@ -128,6 +130,7 @@ class ParameterShards:
 
     def _row_part(self, style: RowParallel, module: nn.Module, own: str, parameter: Tensor) -> ParameterShard | None:
         _, features = features_of(module)
+        # The bias is added once, to the sum over the ranks, so each rank has all of it.
         if own == "bias":
             return None
         dim = 0 if is_conv1d(module) else 1
@@ -193,12 +196,16 @@ class ParameterShards:
             # A norm of embedding rows: each tensor rank has looked up its own rows only.
             if isinstance(style, EmbeddingParallel):
                 return self.axes
+        # Outside of the layers each rank has all tokens.
         if layers is None or not name.startswith(f"{layers}."):
             return ()
+        # Such a block runs on the full sequence.
         if any(owner in blocks for owner in owners):
             return ()
+        # The bias of a Row is added behind the reduce-scatter, to this rank's tokens.
         if any(isinstance(self.rules.get(owner), RowParallel) for owner in owners):
             return self.axes
+        # The region has gathered the sequence.
         if any(owner in regions for owner in owners):
             return ()
         return self.axes

@@ -138,11 +138,14 @@ class _TrafficCounter:
                 self._add(name, activations * out)
         elif isinstance(style, RowParallel):
             out, inner = features_of(module)
+            # An all-reduce in forward, or a reduce-scatter in forward and an all-gather in backward: the same
+            # elements.
             self._add(name, 2 * activations * out, 2 if self.found.is_cut_along_sequence(name) else 1)
             if style.split:
                 self._add(name, activations * inner)
         elif isinstance(style, EmbeddingParallel):
             features: int = module.weight.shape[1]  # type: ignore[index,assignment]
+            # Cut features are gathered; rows of a cut vocabulary are summed, since the other ranks have zeros.
             self._add(name, (1 if style.features else 2) * activations * features)
         elif isinstance(style, ExpertParallel) and self.are_whole:  # each rank sends its share
             self._add(name, 2 * activations * self._width() + activations * self._experts_per_token(), 3)
