@@ -31,7 +31,7 @@ from .programs.executor import Executor
 from .programs.ledger import ZeroProgram
 from .programs.predict import RegisteredModel
 from .programs.record import StepRecord
-from .programs.steps import Recording, StepBook
+from .programs.steps import StepBook
 from .reduce.reducer import Reducer
 from .reduce.sections import SectionProgram
 from .residency.count import count
@@ -312,9 +312,10 @@ def _book_of(
         return PassBook(outer, trained)
     sizes = {unit.label: room.sizes.get(unit.number, 0) for unit in units}
     return StepBook(
-        Recording(list(sizes), room.other or partial(_other_bytes, units, optimizers, room)),
-        outer,
-        trained,
+        list(sizes),
+        room.other or partial(_other_bytes, units, optimizers, room),
+        outer=outer,
+        chunks=trained,
         place=partial(room.place, sizes),
         resident=sum(room.resident.values()),
         most=most,

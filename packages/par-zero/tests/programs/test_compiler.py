@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from par_zero.programs.compiler import ROOT, compile_pass, find_event, place_reductions
-from par_zero.programs.entries import PassEvent, PassProgram, PassSegment, digest_of
+from par_zero.programs.entries import PassEvent, PassProgram, digest_of
 
 FLAT = [frozenset()] + [frozenset({ROOT})] * 5
 EVENTS = st.builds(PassEvent, st.sampled_from("FRB"), st.integers(0, 5), st.booleans())
@@ -12,7 +12,7 @@ EVENTS = st.builds(PassEvent, st.sampled_from("FRB"), st.integers(0, 5), st.bool
 
 def text_of(program):
     found = []
-    for actions, event in program.segments:
+    for actions, event in zip(program.actions, program.trace, strict=True):
         found += [f"{action.op}:{action.of}" for action in actions]
         found.append(f"{event.op}:{event.unit}")
     return " ".join(found)
@@ -40,8 +40,11 @@ def test_what_no_sync_keeps_is_freed_in_backward_alone():
 
 
 def reduced(text, *, outer=FLAT):
-    program = place_reductions(PassProgram(tuple(PassSegment((), event) for event in trace_of(text))), outer, CHUNKS)
-    return text_of(program)
+    return text_of(place_reductions(without_actions(trace_of(text)), outer, CHUNKS))
+
+
+def without_actions(trace):
+    return PassProgram(tuple(trace), ((),) * len(trace))
 
 
 CHUNKS = [[9], [1], [2, 20], [3], [4], [5]]
@@ -63,7 +66,7 @@ def test_outer_unit_is_reduced_after_the_units_within_it():
 
 @given(trace=st.lists(EVENTS, max_size=40))
 def test_every_chunk_is_reduced_at_most_once(trace):
-    program = place_reductions(PassProgram(tuple(PassSegment((), event) for event in trace)), FLAT, CHUNKS)
+    program = place_reductions(without_actions(trace), FLAT, CHUNKS)
     found = [number for numbers in program.reductions for number in numbers]
     assert len(found) == len(set(found))
     assert program.trace == tuple(trace)
@@ -72,7 +75,7 @@ def test_every_chunk_is_reduced_at_most_once(trace):
 @given(trace=st.lists(EVENTS, max_size=40), start=st.frozensets(st.integers(0, 5)))
 def test_every_unit_is_whole_when_its_event_comes(trace, start):
     whole = set(start)
-    for actions, event in compile_pass(trace, FLAT, start).segments:
+    for actions, event in zip(compile_pass(trace, FLAT, start).actions, trace, strict=True):
         for op, unit in actions:
             assert (unit in whole) == (op == "free")
             whole ^= {unit}
@@ -82,7 +85,7 @@ def test_every_unit_is_whole_when_its_event_comes(trace, start):
 @given(trace=st.lists(st.builds(lambda unit: PassEvent("F", unit), st.integers(0, 5)), max_size=40))
 def test_a_forward_has_the_root_and_two_units_whole_at_most(trace):
     whole = set()
-    for actions, _ in compile_pass(trace, FLAT, frozenset()).segments:
+    for actions in compile_pass(trace, FLAT, frozenset()).actions:
         for op, unit in actions:
             whole = whole - {unit} if op == "free" else whole | {unit}
         assert len(whole - {ROOT}) <= 2
@@ -90,8 +93,7 @@ def test_a_forward_has_the_root_and_two_units_whole_at_most(trace):
 
 @given(trace=st.lists(EVENTS, max_size=20), event=EVENTS, at=st.integers(0, 20))
 def test_a_forward_is_not_found_behind_a_backward_that_reduces(trace, event, at):
-    segments = compile_pass(trace, FLAT, frozenset()).segments
-    place = find_event(segments, event, at)
+    place = find_event(trace, event, at)
     assert place is None or (place >= at and trace[place] == event)
     passed = trace[at:] if place is None else trace[at:place]
     reduces = any(each.op == "B" and not each.keeps for each in passed)

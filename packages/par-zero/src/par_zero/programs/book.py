@@ -30,11 +30,10 @@ class Pass:
 
     Args:
         kind: Kind of the pass.
-        start: Numbers of the units that were gathered when the pass began.
         program: Program that the pass follows. None: no program exists, so the ranks compare before each gather.
 
     Attributes:
-        at: Number of program segments that were executed.
+        at: Number of events of the program that have passed.
         trace: Events so far on this rank.
         shared: Events that are equal on all ranks, because all ranks have gathered a unit for them.
         begun: Numbers of the units whose backward has begun.
@@ -43,7 +42,6 @@ class Pass:
     """
 
     kind: PassKind
-    start: frozenset[int]
     program: PassProgram | None
     at: int = 0
     trace: list[PassEvent] = field(default_factory=list)
@@ -69,23 +67,6 @@ class Pass:
             self.shared, self.program = list(self.program.trace), None
 
 
-class LearnedPass:
-    """The trace of an earlier pass, and the programs compiled from it.
-
-    Args:
-        trace: Events of the pass.
-
-    Attributes:
-        trace: Events of the pass.
-        digest: Digest of the trace, 32 bits.
-        programs: Programs by the units that are gathered when the pass begins.
-    """
-
-    def __init__(self, trace: Sequence[PassEvent]) -> None:
-        self.trace, self.digest = tuple(trace), digest_of(trace)
-        self.programs: dict[frozenset[int], PassProgram] = {}
-
-
 class PassBook:
     """The store of programs that an executor follows: of single passes, by their kind and by the pass before each.
 
@@ -100,10 +81,10 @@ class PassBook:
 
     def __init__(self, outer: Sequence[frozenset[int]], chunks: Sequence[Sequence[int]]) -> None:
         self._outer, self._chunks = tuple(outer), tuple(chunks)
-        self._known: dict[tuple[PassKind, int], LearnedPass] = {}
+        self._known: dict[tuple[PassKind, int], PassProgram] = {}
         self._seen: dict[tuple[PassKind, int], int] = {}  # digest of another trace, until a second pass confirms it
         # A pass behind a new trace has no entry by key yet. The latest pass of its kind is a better guess than none.
-        self._latest: dict[PassKind, LearnedPass] = {}
+        self._latest: dict[PassKind, PassProgram] = {}
         self._before = 0  # digest of the pass before, equal on all ranks
         self._data_decides = False  # whether the ranks have ever run different units
 
@@ -129,12 +110,16 @@ class PassBook:
             kind: Kind of the pass.
             start: Numbers of the units that are gathered now.
         """
-        known = self._known.get((kind, self._before), self._latest.get(kind))
-        if known is None:
-            return None
-        if start not in known.programs:
-            known.programs[start] = self.add_reductions(compile_pass(known.trace, self._outer, start))
-        return known.programs[start]
+        key = (kind, self._before)
+        known = self._known.get(key, self._latest.get(kind))
+        # Passes of one kind and behind the same pass nearly always begin with the same units.
+        if known is not None and known.start != start:
+            known = self.add_reductions(compile_pass(known.trace, self._outer, start))
+            if key in self._known:
+                self._known[key] = known
+            else:
+                self._latest[kind] = known
+        return known
 
     def add_reductions(self, program: PassProgram) -> PassProgram:
         """Return a program of gathers and frees with the reductions of the units' chunks."""
@@ -174,10 +159,10 @@ class PassBook:
             if len(self._known) == _TRACES:
                 self._known.clear()
                 self._seen.clear()
-            self._known[key] = LearnedPass(found if current.program is None else current.program.trace)
+            self._known[key] = current.program or PassProgram(tuple(found))
         if digest != self._known[key].digest:
             if self._seen.get(key) == digest:
-                self._known[key] = LearnedPass(found)
+                self._known[key] = PassProgram(tuple(found))
             self._seen[key] = digest
         self._latest[current.kind] = self._known[key]
         self._before = digest

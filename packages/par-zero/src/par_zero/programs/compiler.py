@@ -1,8 +1,9 @@
 """The compiler of a trace into the program of a pass. Pure arithmetic on unit numbers, without torch."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from .entries import BACKWARD, FORWARD, RECOMPUTE, PassAction, PassEvent, PassProgram, PassSegment
+from .entries import BACKWARD, FORWARD, RECOMPUTE, PassAction, PassEvent, PassProgram
 
 ROOT = 0
 """Number of the unit with the parameters of no other unit. Any code may use them, so it stays to the end of a pass."""
@@ -23,10 +24,10 @@ def compile_pass(
             no program. Default: True.
     """
     whole, kept, begun = set(start), set(start), list[int]()
-    segments = []
+    compiled = []
     for place, event in enumerate(trace):
         following = _next_unit(trace, place) if prefetches else None
-        actions = []
+        actions = list[PassAction]()
         if event.op == FORWARD:  # the backward before this forward has ended
             begun.clear()
         if not event.keeps:
@@ -44,8 +45,8 @@ def compile_pass(
                     kept.add(unit)
         if event.op == BACKWARD and event.unit not in begun:
             begun.append(event.unit)
-        segments.append(PassSegment(tuple(actions), event))
-    return PassProgram(tuple(segments))
+        compiled.append(tuple(actions))
+    return PassProgram(tuple(trace), tuple(compiled), start)
 
 
 def place_reductions(
@@ -62,8 +63,8 @@ def place_reductions(
         chunks: Numbers of the trained chunks of each unit.
     """
     last = {event.unit: place for place, event in enumerate(program.trace) if event.op != FORWARD}
-    segments, open_units = [], list[int]()
-    for place, (actions, event) in enumerate(program.segments):
+    compiled, open_units = [], list[int]()
+    for place, (event, actions) in enumerate(zip(program.trace, program.actions, strict=True)):
         # The backward of a unit goes on while that of a unit within it begins.
         over = [unit for unit in open_units if unit != event.unit and unit not in outer[event.unit]]
         open_units = [unit for unit in open_units if unit not in over]
@@ -71,8 +72,8 @@ def place_reductions(
             open_units.append(event.unit)
         reduced = tuple(PassAction("reduce", number) for unit in over for number in chunks[unit])
         # Reductions come first: a gather may wait for memory that they free, and other ranks may wait for them.
-        segments.append(PassSegment((*reduced, *actions), event))
-    return PassProgram(tuple(segments))
+        compiled.append((*reduced, *actions))
+    return replace(program, actions=tuple(compiled))
 
 
 def over_at(event: PassEvent, whole: Sequence[int], begun: Sequence[int], kept: set[int]) -> list[int]:
@@ -97,18 +98,18 @@ def _next_unit(trace: Sequence[PassEvent], place: int) -> int | None:
     return next(coming, None)
 
 
-def find_event(segments: Sequence[PassSegment], event: PassEvent, at: int) -> int | None:
+def find_event(trace: Sequence[PassEvent], event: PassEvent, at: int) -> int | None:
     """Return the index of an event in the rest of a program. Return None if the rest does not contain it.
 
     The search for a forward stops at a backward that reduces gradients.
 
     Args:
-        segments: Segments of the program.
+        trace: Events of the program.
         event: Event to find.
-        at: Number of segments that were executed.
+        at: Number of events that have passed.
     """
-    for place in range(at, len(segments)):
-        found = segments[place].event
+    for place in range(at, len(trace)):
+        found = trace[place]
         if found == event:
             return place
         # The other ranks wait in that backward for this rank's gradients, so this rank must not pass it in forward.

@@ -70,27 +70,19 @@ class PassAction(NamedTuple):
     of: int
 
 
-class PassSegment(NamedTuple):
-    """An event, and the actions before it, in order."""
-
-    actions: tuple[PassAction, ...]
-    event: PassEvent
-
-
 @dataclass(frozen=True)
 class PassProgram:
     """The actions of a pass. At its end, all other chunks are reduced, and all units are freed unless they stay.
 
     Args:
-        segments: Events of the pass, in order, each with the actions before it.
+        trace: Events of the pass, in order.
+        actions: Actions before each event, in order. Default: the trace is not compiled yet.
+        start: Numbers of the units that are gathered when the pass begins. None: the trace is not compiled yet.
     """
 
-    segments: tuple[PassSegment, ...]
-
-    @cached_property
-    def trace(self) -> tuple[PassEvent, ...]:
-        """Events without their actions."""
-        return tuple(segment.event for segment in self.segments)
+    trace: tuple[PassEvent, ...]
+    actions: tuple[tuple[PassAction, ...], ...] = ()
+    start: frozenset[int] | None = None
 
     @cached_property
     def digest(self) -> int:
@@ -99,8 +91,8 @@ class PassProgram:
 
     @cached_property
     def reductions(self) -> tuple[tuple[int, ...], ...]:
-        """Numbers of the chunks that each segment reduces, in order."""
-        return tuple(tuple(each.of for each in actions if each.op == "reduce") for actions, _ in self.segments)
+        """Numbers of the chunks that are reduced before each event, in order."""
+        return tuple(tuple(each.of for each in before if each.op == "reduce") for before in self.actions)
 
 
 def digest_of(trace: Iterable[PassEvent]) -> int:

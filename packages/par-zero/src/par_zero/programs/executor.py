@@ -88,9 +88,7 @@ class Executor:
         if current is None or not current.trace:
             return "between two passes at stage 3"
         event, program = current.trace[-1], current.program
-        place = (
-            f"event {current.at} of {len(program.segments)} of the pass" if program else "in a pass without a program"
-        )
+        place = f"event {current.at} of {len(program.trace)} of the pass" if program else "in a pass without a program"
         return f"in the {EVENT_NAMES[event.op]} of {self._units[event.unit].name} at stage 3, {place}"
 
     def note(self, call: str) -> None:
@@ -136,21 +134,21 @@ class Executor:
         current = self._pass or self._begin_pass(event, in_backward=in_backward)
         unit = self._units[event.unit]
         current.trace.append(event)
-        segments = () if current.program is None else current.program.segments
+        program = current.program
         if in_backward:
             self._reducer.begin()  # chunks that were due before, and whose last gradients have arrived since
-        place = find_event(segments, event, current.at)
+        place = None if program is None else find_event(program.trace, event, current.at)
         if place is not None and place > current.at:
             self._follow(current, place)
         if self._late:
             self._free_late(current)
-        if place is not None:
+        if program is not None and place is not None:
             current.at = place + 1
-            if actions := segments[place].actions:
+            if actions := program.actions[place]:
                 self._act(current, actions)
             if in_backward:
                 self._allow_early(current)
-        elif current.program is None:
+        elif program is None:
             self._free_over(current, event)
         # A late unit is full on this rank only: the other ranks have freed it and would gather it with a collective.
         missing = unit.freed or event.unit in self._late
@@ -261,7 +259,7 @@ class Executor:
         self.note(_BEGINS[kind.begins_with] + (" within no_sync() or summon()" if kind.keeps else ""))
         start = frozenset(unit.number for unit in self._units if unit.chunks and not unit.freed)
         program = self._book.look_up(kind, start)
-        self._pass = Pass(kind=kind, start=start, program=program, kept=set(start))
+        self._pass = Pass(kind=kind, program=program, kept=set(start))
         self._reducer.order.follow(() if program is None else chain.from_iterable(program.reductions))
         return self._pass
 
@@ -277,24 +275,25 @@ class Executor:
         self._agreement.fail()
 
     def _follow(self, current: Pass, stop: int | None = None, *, reduce: Callable[[int], None] | None = None) -> None:
-        """Execute the actions of segments that this rank skips, for the other ranks.
+        """Execute the actions before events that this rank skips, for the other ranks.
 
         Args:
             current: Pass in progress.
-            stop: Index of the first segment that is not skipped. Default: all segments are.
+            stop: Index of the first event that is not skipped. Default: all events are.
             reduce: Function that is called in place of `Reducer.reduce`. Default: none.
         """
-        segments = () if current.program is None else current.program.segments
-        for place in range(current.at, len(segments) if stop is None else stop):
+        actions = () if current.program is None else current.program.actions
+        for place in range(current.at, len(actions) if stop is None else stop):
             current.at = place + 1
-            self._act(current, segments[place].actions, reduce)
+            self._act(current, actions[place], reduce)
 
     def _allow_early(self, current: Pass) -> None:
         """Let the reducer begin the reductions that come next in the program, as soon as their gradients arrive."""
-        # Nothing comes between, as a segment begins with its reductions. So the order of all collectives is the same.
+        # Nothing comes between, as the actions before an event begin with its reductions. So the order of all
+        # collectives is the same.
         program = current.program
         if program is not None:
-            is_last = current.at == len(program.segments)
+            is_last = current.at == len(program.trace)
             self._reducer.order.early = None if is_last else program.reductions[current.at]
 
     def _depart(self, current: Pass) -> None:
@@ -376,8 +375,7 @@ class Executor:
 
     def _announce_next(self, current: Pass, announce: Callable[[Unit], None]) -> None:
         """Call `announce` with the unit that the program gathers next, if any."""
-        for segment in () if current.program is None else current.program.segments[current.at :]:
-            for action in segment.actions:
-                if action.op == "gather":
-                    announce(self._units[action.of])
-                    return
+        coming = () if current.program is None else chain.from_iterable(current.program.actions[current.at :])
+        gathers = (action for action in coming if action.op == "gather")
+        if (following := next(gathers, None)) is not None:
+            announce(self._units[following.of])

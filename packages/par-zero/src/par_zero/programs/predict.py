@@ -197,8 +197,8 @@ def _entries(
     queue, compares = ReductionQueue(model, order, summed), not any(program.reductions)
     left = {unit.name: unit.modules for unit in model.units}  # modules whose backward has not begun
     whole, complete = {name for number, name in enumerate(names) if number in start}, list[str]()
-    for place, segment in enumerate((*program.segments, None)):
-        for action in () if segment is None else segment.actions:
+    for place, (event, actions) in enumerate(zip((*program.trace, None), (*program.actions, ()), strict=True)):
+        for action in actions:
             if action.op == "reduce":
                 yield from queue.begin([trained[action.of]] if reduces else ())
                 continue
@@ -206,9 +206,9 @@ def _entries(
                 yield from queue.begin(complete)
             yield ProgramEntry(action.op, names[action.of])
             (whole.remove if action.op == "free" else whole.add)(names[action.of])
-        if segment is not None:
-            yield ProgramEntry(segment.event.op, names[segment.event.unit])
-            left[names[segment.event.unit]] -= segment.event.op == BACKWARD
+        if event is not None:
+            yield ProgramEntry(event.op, names[event.unit])
+            left[names[event.unit]] -= event.op == BACKWARD
         # Below stage 3 no event says when backward begins for a module, so all chunks follow here.
         while len(complete) < len(trained) and not left.get(chunks[trained[len(complete)]].unit or "", 0):
             name = trained[len(complete)]

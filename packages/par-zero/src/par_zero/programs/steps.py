@@ -12,56 +12,41 @@ The book also stores which step followed which, so a loop may alternate between 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 from .._unit import Unit
 from ..placement.ledger import Placement
 from ..placement.moments import Moment, Trace
 from .book import Pass, PassBook, PassKind
-from .entries import PassAction, PassEvent, PassProgram, PassSegment
+from .entries import PassAction, PassEvent, PassProgram
 
 StepEvents = tuple[PassEvent, ...]
 """Events of all passes of a step."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepProgram:
-    """The programs of the passes of a step.
-
-    Args:
-        events: Events of the step.
-        held: Tuples of unit numbers, one per event: further units that the event needs.
-        others: Bytes that the placement leaves for memory other than parameters, one number per event.
-        ends: Numbers of events after which a pass ends, ascending.
-        passes: Programs of the passes.
-    """
-
-    events: StepEvents
-    held: tuple[tuple[int, ...], ...]
-    others: tuple[int, ...]
-    ends: tuple[int, ...]
-    passes: tuple[PassProgram, ...]
-
-
-class Recording:
-    """The recording of the current step: its events, and the memory that each event needs.
+class RecordedStep:
+    """A step: its events, the memory that each event needs, and the programs of its passes when it was placed.
 
     Args:
         names: Names of the units, by number.
         other: Function that returns the bytes on the device now that are not parameters.
+
+    Attributes:
+        events: Events of the step.
+        held: Tuples of unit numbers, one per event: further units that the event needs.
+        others: Bytes of memory other than parameters, one number per event. A placement leaves as much for it.
+        ends: Numbers of events after which a pass ends, ascending.
+        passes: Programs of the passes; empty before the step was placed.
     """
 
     def __init__(self, names: Sequence[str], other: Callable[[], int]) -> None:
-        self._names, self._other = tuple(names), other
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget the current step."""
+        self._names, self._other = names, other
         self.events: list[PassEvent] = []
         self.held: list[tuple[int, ...]] = []
         self.others: list[int] = []
         self.ends: list[int] = []
+        self.passes: list[PassProgram] = []
 
     def note(self, event: PassEvent, held: Sequence[int]) -> int:
         """Record an event, and return the other bytes on the device when it begins.
@@ -86,12 +71,8 @@ class Recording:
         length = self.ends[-1] if self.ends else 0
         del self.events[length:], self.held[length:], self.others[length:]
 
-    def trace(self, others: Sequence[int]) -> Trace:
-        """Return the recording as a placement trace, with the step of the optimizer as its last moment.
-
-        Args:
-            others: Bytes that are not parameters, one number per event.
-        """
+    def trace(self) -> Trace:
+        """Return the step as a placement trace, with the step of the optimizer as its last moment."""
         moments = [
             Moment(
                 kind=event.kind,
@@ -99,18 +80,15 @@ class Recording:
                 other=other,
                 held=tuple(self._names[number] for number in held),
             )
-            for event, held, other in zip(self.events, self.held, others, strict=True)
+            for event, held, other in zip(self.events, self.held, self.others, strict=True)
         ]
         return Trace((*moments, Moment(kind="step")))
 
-    def program(
-        self, placement: Placement, others: Sequence[int], add_reductions: Callable[[PassProgram], PassProgram]
-    ) -> StepProgram:
-        """Return the recording as a program, with the moves of a placement.
+    def place(self, placement: Placement, add_reductions: Callable[[PassProgram], PassProgram]) -> None:
+        """Make the programs of the passes, with the moves of a placement.
 
         Args:
-            placement: Placement of the trace of this recording.
-            others: Bytes that are not parameters, one number per event.
+            placement: Placement of the trace of this step.
             add_reductions: Function that adds the reductions of gradients to the program of a pass.
         """
         numbers = {name: number for number, name in enumerate(self._names)}
@@ -119,15 +97,10 @@ class Recording:
             tuple(PassAction("gather" if tier == "device" else "free", numbers[unit]) for unit, tier in moved)
             for moved in placement.moves[:-1]
         ]
-        segments = [PassSegment(actions, event) for actions, event in zip(moves, self.events, strict=True)]
-        passes = [PassProgram(tuple(segments[start:end])) for start, end in pairwise([0, *self.ends])]
-        return StepProgram(
-            events=tuple(self.events),
-            held=tuple(self.held),
-            others=tuple(others),
-            ends=tuple(self.ends),
-            passes=tuple(map(add_reductions, passes)),
-        )
+        self.passes = [
+            add_reductions(PassProgram(tuple(self.events[start:end]), tuple(moves[start:end])))
+            for start, end in pairwise([0, *self.ends])
+        ]
 
     def _note_other(self) -> None:
         """Raise the other bytes of the moment that ends now, because activations may have grown in it."""
@@ -139,7 +112,8 @@ class StepBook(PassBook):
     """The programs of complete steps, made by a policy that places units within a budget.
 
     Args:
-        recording: Recording of the current step.
+        names: Names of the units, by number.
+        other: Function that returns the bytes on the device now that are not parameters.
         outer: Sets of unit numbers, one per unit: the units around it.
         chunks: Numbers of the trained chunks of each unit.
         place: Function that places a trace. Its second argument is the number of resident bytes.
@@ -152,22 +126,24 @@ class StepBook(PassBook):
 
     def __init__(
         self,
-        recording: Recording,
+        names: Sequence[str],
+        other: Callable[[], int],
+        *,
         outer: Sequence[frozenset[int]],
         chunks: Sequence[Sequence[int]],
-        *,
         place: Callable[[Trace, int], Placement],
         resident: int,
         most: Callable[[list[int]], list[int]],
     ) -> None:
         super().__init__(outer, chunks)
-        self._recording = recording
+        self._new_step = partial(RecordedStep, names, other)
         self._place, self._resident, self._most = place, resident, most
-        self._programs: dict[StepEvents, StepProgram] = {}
+        self._programs: dict[StepEvents, RecordedStep] = {}
         self._after: dict[StepEvents, StepEvents] = {}  # the step that followed each step
         self._step_before: StepEvents | None = None  # the step before this one, if it was equal on all ranks
         self.trace: Trace | None = None
-        self._program: StepProgram | None = None
+        self._recording = self._new_step()
+        self._program: RecordedStep | None = None
         self._grown, self._alike, self._whole = False, True, True
 
     @property
@@ -233,21 +209,19 @@ class StepBook(PassBook):
         if not recording.events:
             return
         key = tuple(recording.events) if self._alike else None
-        whole = self._whole and (program is None or key == program.events)
+        whole = self._whole and (program is None or key == tuple(program.events))
         if key is not None and self._step_before is not None:
             self._after[self._step_before] = key
         try:
             # A step that followed its program is placed again if any rank's other bytes exceeded the plan. All ranks
             # take this branch together: `_grown` and the events are equal on all ranks, as `most` is a collective.
+            trace = recording.trace() if whole else self.trace
             if whole and key is not None and (program is None or self._grown):
                 *others, resident = self._most([*recording.others, self._resident])
-                if program is not None:
-                    others = list(map(max, others, program.others))
-                self._programs[key] = recording.program(
-                    self._place(recording.trace(others), resident), others, self.add_reductions
-                )
-            if whole:
-                self.trace = recording.trace(recording.others)
+                recording.others = others if program is None else list(map(max, others, program.others))
+                recording.place(self._place(recording.trace(), resident), self.add_reductions)
+                self._programs[key] = recording
+            self.trace = trace
         finally:
             self._step_before = key
             following = None if key is None else self._programs.get(self._after.get(key, key))
@@ -261,7 +235,6 @@ class StepBook(PassBook):
         self._begin_step(None)
         self._step_before, self._whole = None, False
 
-    def _begin_step(self, program: StepProgram | None) -> None:
-        self._recording.clear()
-        self._program = program
+    def _begin_step(self, program: RecordedStep | None) -> None:
+        self._recording, self._program = self._new_step(), program
         self._grown, self._alike, self._whole = False, True, True
