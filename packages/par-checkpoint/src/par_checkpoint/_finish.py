@@ -133,6 +133,7 @@ def indexes(prepared: Prepared, stem: str) -> dict[str, bytes]:
     found = {}
     for section, prefix in {**STEMS, "model": stem}.items():
         files = sum(file.section == section for file in prepared.files)
+        # A load finds the optimizer's files by their index alone.
         if files > 1 or (files and section == "optimizer"):
             found[index_of(prefix)] = _index(prepared, section, "")
     return found

@@ -163,6 +163,7 @@ def decode_manifest(data: bytes) -> Manifest:
             f"{MANIFEST} has format {fields.get('format')!r}, and this version reads {_FORMAT}; install par-checkpoint "
             f"{fields.get('par_checkpoint')} or later"
         )
+    # Only checkpoints on object stores have one.
     generation = fields.pop("generation", "")
     if set(fields) != _FIELDS:
         raise corrupt(MANIFEST, f"has not exactly its fields: {sorted(set(fields) ^ _FIELDS)}")

@@ -90,6 +90,7 @@ def encode(value: object, tensors: dict[str, torch.Tensor], where: str) -> Any:
         if kind in _SCALARS:
             tag, write, _ = _SCALARS[kind]
             return {tag: write(value)}
+        # Only such a dict is read as plain JSON: a key that begins with "$" would be taken for a tag.
         if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
             return {key: encoded(item, (*path, key)) for key, item in value.items()}
         if kind in _MAPS:
@@ -211,7 +212,9 @@ def _keep(tensor: torch.Tensor, tensors: dict[str, torch.Tensor], where: str, pa
     name, number = plain, 2
     while name in tensors:  # the keys "a.b" and "a", then "b", read alike
         name, number = f"{plain}#{number}", number + 1
+    # Called for its error: a dtype that safetensors lacks is refused here, before a save writes anything.
     safetensors_name(tensor.dtype, name)
+    # A conjugate or negative view is a flag of torch's tensor, which the bytes of a file lack.
     tensors[name] = tensor.detach().resolve_conj().resolve_neg()
     return name
 
@@ -227,6 +230,7 @@ def _of_numpy(value: Any, where: str, path: _Path) -> tuple[torch.Tensor, bool]:
     if numpy is None or not (is_array or isinstance(value, numpy.generic)):
         raise _refusal(value, where, path)
     try:
+        # torch takes no array with negative strides, and a copy in C order has none.
         return torch.from_numpy(numpy.array(value, order="C")), is_array
     except (TypeError, ValueError, RuntimeError) as error:  # of texts, dates, objects, or the other byte order
         raise _refusal(value, where, path) from error

@@ -331,6 +331,8 @@ class MemorySource:
         copies = Counter[str]()
         for target in targets.pending:
             number, copy = self._numbers[target.key], copies[target.key]
+            # One tensor of the source may fill several tensors of the target, such as those that are tied in the
+            # source only.
             copies[target.key] += 1
             yield Wanted(number, target.sharding, target.tensor.dtype, copy), target
 
@@ -342,6 +344,7 @@ class MemorySource:
         # In a round a rank may hold a tensor both in the source and in the target, about a budget of bytes in all.
         first = size = 0
         for number, tensor in enumerate(self.tensors):
+            # Tensors of the other section are in the numbering, but do not move in these rounds.
             own = tensor.bytes if section_of(tensor.key) == section else 0
             if size + own > self.options.budget * self.ranks.size and number > first:
                 yield first, number

@@ -63,6 +63,7 @@ def files_beside(
     pretrained = pretrained_of(model)
     if pretrained is not None and style == "huggingface" and stem == "model":
         for name, data in _of_transformers(pretrained, dtype, found.keys()):
+            # Files that the caller gave win over those that the model would write.
             found.setdefault(name, data)
     return found
 
@@ -122,6 +123,7 @@ def _of_transformers(model: Any, dtype: torch.dtype | None, given: Collection[st
     with tempfile.TemporaryDirectory() as folder:
         if CONFIG not in given:
             config = copy.deepcopy(model.config)
+            # The config names the dtype of the files, which may be cast.
             config.dtype = str(dtype or model.dtype).removeprefix("torch.")
             # `fully_shard` puts "FSDP" in front of the name of a module's class.
             config.architectures = [type(model).__name__.removeprefix("FSDP")]

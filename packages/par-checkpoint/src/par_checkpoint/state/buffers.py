@@ -91,6 +91,7 @@ def meta_buffers(model: Model | None) -> list[MetaBuffer]:
         return []
     found = list(_meta_buffers(inner, "", attributes.PRETRAINED.of(inner), set()))
     idle = _left_by_transformers(inner, [buffer for buffer in found if not buffer.is_own and buffer.maker is not None])
+    # Without a maker, a load refuses the buffer before anything has changed.
     return [replace(buffer, maker=None) if buffer.name in idle else buffer for buffer in found]
 
 
@@ -195,6 +196,7 @@ def _left_alone(model: nn.Module, buffers: Sequence[MetaBuffer]) -> Iterator[Non
     guard: AbstractContextManager[None] = nullcontext()
     if initialization is not None:
         guard = initialization.guard_torch_init_functions()
+    # `_init_weights` draws every tensor anew that lacks this mark.
     marked = [tensor for tensor in kept if not hasattr(tensor, _MARK)]
     for tensor in marked:
         setattr(tensor, _MARK, True)

@@ -223,6 +223,7 @@ def with_extra_of_ranks(mine: EncodedState, every: Sequence[tuple[Any, Mapping[s
     """
     extra = _of_extra(mine.tensors)
     tensors = {name: tensor for name, tensor in mine.tensors.items() if name not in extra}
+    # The tensors of all ranks have the same names, so each value is encoded again under the name of its rank.
     joined = [
         encode(decode(encoded, its), tensors, f"{_EXTRA} of rank {rank}") for rank, (encoded, its) in enumerate(every)
     ]

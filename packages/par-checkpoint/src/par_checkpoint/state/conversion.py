@@ -197,6 +197,7 @@ def _common(box: Box, part: TensorSlice) -> Box | None:
     start, size, stride = list(part.first), list(part.extent), list(box.stride)
     offset = box.offset
     for dim, (own, first) in enumerate(zip(box.start, part.start, strict=True)):
+        # Along a dim that the tensor in the files lacks, the part lies at one index, which the box has or has not.
         if dim not in part.dims:
             if not own <= first < own + box.size[dim]:
                 return None

@@ -92,10 +92,12 @@ def set_optimizer_(
             old.copy_(new)  # a captured step reads this memory
             shared.add(id(old))
     for tensor, of_tensor in state.items():
+        # A parameter without state had not stepped when it was saved, which optimizers tell by a missing entry.
         if of_tensor:
             optimizer.state[tensor] = of_tensor
         else:
             optimizer.state.pop(tensor, None)
+    # A key without a dot names no parameter, and is state of the optimizer as a whole.
     of_no_tensor = {key: value for key, value in slots.items() if "." not in key}
     cast("dict[object, object]", optimizer.state).update(of_no_tensor)
 

@@ -110,6 +110,7 @@ def read_directory(
     else:
         _check_size(folder, name, sizes, records)
         data = read_small(folder, name, records[name]) if name in records else folder.read(name, 0, sizes[name])
+        # An index names the files in its own folder.
         base = name[: name.rfind("/") + 1]
         index = name
         weight_map = {key: base + file for key, file in decode_index(data, f"{folder.url}/{name}").items()}

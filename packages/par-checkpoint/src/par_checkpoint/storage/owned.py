@@ -189,6 +189,7 @@ def _named_in(manifest: bytes | None) -> set[str]:
     if manifest is None:
         return set()
     try:
+        # A corrupt manifest vouches for no names; files with standard names may be replaced all the same.
         decoded = decode_manifest(manifest)
     except CorruptError:
         return set()
@@ -201,5 +202,6 @@ def is_beside_weights(name: str) -> bool:
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
+    # The `*` of fnmatch matches "/" too, so a pattern is compared only with names of its own depth.
     alike = (pattern for pattern in patterns if pattern.count("/") == name.count("/"))
     return any(fnmatchcase(name, pattern) for pattern in alike)

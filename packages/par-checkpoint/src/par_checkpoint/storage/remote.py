@@ -312,6 +312,7 @@ class RemoteStaging:
     def create(self, names: Iterable[str], needed: int) -> None:
         """Sweeps, and shows that the save has begun."""
         del names, needed  # there are no folders to make, and nobody tells how much is free
+        # In the background, with the store's other requests; `invite` waits for it.
         self._under_way.begin(self._sweep)
         if not self._store.joins:
             self._store.put(f"{self._path}/{BEGUN}", b"begun")

@@ -49,6 +49,7 @@ def sharing_of(path: Path) -> Sharing:
     Args:
         path: Folder; if it does not exist, its nearest existing parent counts.
     """
+    # The folder may not exist yet. Its nearest parent is on the same file system.
     while not path.exists() and path != path.parent:
         path = path.parent
     kind = _magic(path)

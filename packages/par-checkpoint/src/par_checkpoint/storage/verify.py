@@ -155,6 +155,7 @@ def wrong_beside(folder: Folder, manifest: Manifest, *, deep: bool) -> list[str]
             wrong.append(
                 f"{path} is missing, but was saved with the weights: bring it back, or copy that of another step"
             )
+        # People edit config.json, so it only has to be readable, which is checked below.
         elif deep and record is not None and name != CONFIG and record_of(folder.read(name), record.block) != record:
             wrong.append(
                 f"{path} is not what was saved, but edited or damaged: bring it back, or save again to vouch for it"

@@ -99,6 +99,7 @@ def decode_part(data: bytes, where: str) -> PartRecord:
         CheckpointError: A later version wrote it.
     """
     fields = parse_sealed(data, where)
+    # A later format may have other fields, so the format is checked first.
     if fields.get("format") != _FORMAT:
         raise CheckpointError(
             f"{where} has format {fields.get('format')!r}, and this version reads {_FORMAT}; install a later one"
@@ -136,6 +137,7 @@ def read_part(folder: Path) -> tuple[PartRecord, Manifest]:
     try:
         record = decode_part((folder / RECORD).read_bytes(), str(folder / RECORD))
         data = (folder / f"{MANIFEST}{SUFFIX}").read_bytes()
+        # The record knows its manifest by the checksum, so that files of two saves are never taken for one part.
         if crc32c(data) != record.manifest:
             raise corrupt(f"{folder}/{MANIFEST}{SUFFIX}", "is not the manifest of this part's save")
         manifest = decode_manifest(data)

@@ -71,6 +71,7 @@ def fill_(targets: Targets, filling: Filling) -> None:
 
     def claim() -> tuple[tuple[list[LocalTensor], list[LocalTensor], Claims], list[int]]:
         made = [target.entry(filling.device) for target in targets.pending]
+        # torch.load maps the other files as a whole, so no plan has their blocks.
         in_blocks = list(with_unique_keys(entry for entry in made if section_of(entry.key) not in outline.pickled))
         claims = claims_of(in_blocks)
         return (made, in_blocks, claims), words_of(claims, ranks.rank)
@@ -126,6 +127,7 @@ def fill_(targets: Targets, filling: Filling) -> None:
             raise _undefined(error)
         return None, [len(parts)]
 
+    # Here all ranks learn whether one has failed, before any of them goes on.
     _, (count,) = ranks.tell(finish, 1)
     # Some blocks were read in parts by several ranks, so only rank 0 can compare their joined checksums.
     if count:

@@ -124,6 +124,7 @@ class S3Store:
         for first in range(0, len(keys), PAGE):
             some = keys[first : first + PAGE]
             try:
+                # A quiet answer lists failures only.
                 failed = self.call("delete_objects", Bucket=bucket, Delete={"Objects": some, "Quiet": True}).get(
                     "Errors", ()
                 )
@@ -264,6 +265,7 @@ class S3Store:
                 "they may list, read, write and delete there"
             ) from error
         except Exception as error:
+            # Known by their names, so that botocore is imported only by s3fs.
             if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"):
                 raise StoreError(
                     f"{self._url}: there are no credentials ({error}); set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY,"
@@ -294,6 +296,7 @@ class S3Store:
     def _ask(self, path: str, begin: int | None = None, end: int | None = None) -> Mapping[str, Any]:
         """Request an object or a range of it; return the answer, whose body is not read yet."""
         bucket, key = _split(path)
+        # The callers repeat this request, because reading its body can fail as well.
         asked = {} if begin is None or end is None else {"Range": f"bytes={begin}-{end - 1}"}
         with self.told():
             return cast("Mapping[str, Any]", self.fs.call_s3("get_object", Bucket=bucket, Key=key, **asked))
@@ -416,5 +419,6 @@ def _split(path: str) -> tuple[str, str]:
 
 def _code(error: BaseException) -> str:
     """Return the code of an S3 error."""
+    # s3fs translates the errors of botocore, and keeps those as their causes.
     response = getattr(error.__cause__, "response", None) or getattr(error, "response", None) or {}
     return str(response.get("Error", {}).get("Code", type(error).__name__))
