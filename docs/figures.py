@@ -126,8 +126,8 @@ def draw_tiers(path: Path) -> None:
     sizes = [size * 1e9 for size in range(60, 290, 5)]
     for label, host, disk, style in (
         ("the device alone", 0.0, 0.0, "-"),
-        ("and a host of 137 GB", 137e9, 0.0, "--"),
-        ("and a disk of 1 TB", 137e9, 1e12, ":"),
+        ("and a host of 170 GB", 170e9, 0.0, "--"),
+        ("and a disk of 1 TB", 170e9, 1e12, ":"),
     ):
         machines = [
             Machine(memory=size, devices_per_node=1, tiers=OffloadTiers(host_memory=host, disk=disk)) for size in sizes

@@ -134,7 +134,7 @@ def test_offload_of_an_accelerator_equals_the_ledger(stage, ranks, precision, ho
     )
     assert after.tiers["host"]["optimizer"] == pytest.approx(host * source.takes["host"], rel=0.01)
     assert after.tiers["host"]["gradients"] == pytest.approx(host * source.beside, rel=0.01)
-    gradients = host * source.beside if stage >= 2 else 0
+    gradients = host * own * numbers.gradient if stage >= 2 else 0
     freed = before.optimizer - after.optimizer + gradients
     assert freed == pytest.approx(host * source.frees, rel=0.01)
     if stage >= 2:  # a chunk frees its sums on the device
@@ -152,10 +152,10 @@ def test_of_experts_and_all_else_those_lend_buffers_whose_sums_receive_into_them
 
 @pytest.mark.parametrize(
     ("precision", "gloo", "parts", "device", "host", "disk"),
-    [  # of 250 elements a rank; Adam has two slots, and in bf16 a copy
-        ("bf16", False, {"host": 0.5}, 4000 - 0.5 * (3000 + 500), 0.5 * (3000 + 500), 0),
-        ("bf16", False, {"host": 0.25, "disk": 0.5}, 4000 - 0.75 * 3500, 0.25 * 3000 + 0.75 * 500, 0.5 * 3000),
-        ("bf16", False, {"host": 1, "parameters_host": 0.5}, 4000 - 3500 - 250, 3500 + 250, 0),
+    [  # of 250 elements a rank; Adam has two slots, and in bf16 a copy; gradients take 500 bytes, and cast 1000
+        ("bf16", False, {"host": 0.5}, 4000 - 0.5 * (3000 + 500), 0.5 * (3000 + 1500), 0),
+        ("bf16", False, {"host": 0.25, "disk": 0.5}, 4000 - 0.75 * 3500, 0.25 * 3000 + 0.75 * 1500, 0.5 * 3000),
+        ("bf16", False, {"host": 1, "parameters_host": 0.5}, 4000 - 3500 - 250, 4500 + 250, 0),
         ("fp32", False, {"host": 1}, 4000 - 3000, 3000 + 1000, 0),
         ("fp32", False, {"host": 1, "parameters_host": 0.5}, 4000 - 3000 - 500, 4000, 0),  # which are the copies
         ("fp32", False, {"parameters_host": 0.5}, 4000 - 500, 500, 0),

@@ -114,17 +114,18 @@ class PeakMemory:
                 continue
             held = sum(part.stop - part.start for part in tiers.pieces)
             stepped = self._model.stepped_elements(plan, tiers.pieces)
-            # The host of an accelerator steps copies of what the device keeps, by gradients that follow there, and that
-            # its thread casts one piece after the other.
+            # The host of an accelerator steps copies of what the device keeps, by gradients that follow there.
             away = 0 if on_cpu else sum(part.stop - part.start for part in tiers.pieces if part.in_pieces)
             if home.gradients != "disk":
-                # The optimizer gets a cast copy of gradients in another dtype, and assembled tensors in any dtype.
+                # The optimizer gets a cast copy of gradients in another dtype, and assembled tensors in any dtype. The
+                # thread of a step on the host casts one piece after the other, but clipping and norms read all
+                # gradients before.
                 reduced = plan.reduce_dtype
                 cast = plan.dtype.itemsize * (plan.reduce_dtype != plan.dtype or plan.assembled)
                 sums = _elements(plan, sharded=stage.shards_gradients) * reduced.itemsize
                 stays = away < held or not stage.shards_gradients
                 found[home.gradients][GRADIENTS] += sums * stays + (stepped - away) * cast
-                found["host"][GRADIENTS] += sum(
+                found["host"][GRADIENTS] += away * cast + sum(
                     pinned_size((part.stop - part.start) * reduced.itemsize)
                     for part in tiers.pieces
                     if part.in_pieces and not on_cpu

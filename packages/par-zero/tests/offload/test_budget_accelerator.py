@@ -28,10 +28,11 @@ def forget_all():
     raise AssertionError("an earlier model is still in memory")
 
 
-def trained(stage, offload, steps=3, **policies):
+def trained(stage, offload, steps=3, limit=None, **policies):
     """Losses and parameters after some steps, the most bytes of each tier, and the gathers of the last step.
 
-    The device's bytes are the allocator's, from the second step on, without the batches.
+    The device's bytes are the allocator's, from the second step on, without the batches. With `limit`, each step clips
+    the gradients to this norm, and bytes are also counted after that.
     """
     forget_all()
     module = layers().to("strict")
@@ -40,14 +41,22 @@ def trained(stage, offload, steps=3, **policies):
     dtype = next(module.parameters()).dtype
     inputs = [batch.to(dtype) for batch in batches(steps)]
     most, found = dict.fromkeys(TIERS, 0), {}
+
+    def count():
+        held = residency(module)
+        most.update({tier: max(size, held.total(tier, fullest=tier == "device")) for tier, size in most.items()})
+
+    def clip():
+        pytest.importorskip("par_precision").clip_grad_norm_(optimizer, limit, dist.group.WORLD)
+        count()
+
     for number, batch in enumerate(inputs):
         optimizer.state_dict()  # waits for the thread
         torch.accelerator.synchronize()
         if number == 1:
             torch.accelerator.reset_peak_memory_stats()
-        found[f"loss {number}"] = step(module, optimizer, batch).cpu()
-        held = residency(module)
-        most = {tier: max(size, held.total(tier, fullest=tier == "device")) for tier, size in most.items()}
+        found[f"loss {number}"] = step(module, optimizer, batch, None if limit is None else clip).cpu()
+        count()
     optimizer.state_dict()
     peak = torch.accelerator.max_memory_allocated() - sum(batch.nbytes for batch in inputs)
     gathers = sum(entry.op == "gather" for entry in program(module).entries)
@@ -59,7 +68,7 @@ WITHIN = {
     "0, host": (0, AUTO, {}, {"host": NEAR}, 8),
     "1, disk": (1, AUTO, {}, {"disk": FAR}, 6),
     "2, host and disk": (2, AUTO, {}, {"host": 150_000, "disk": FAR}, 10),
-    "2, copies": (2, AUTO, BF16, {"host": 50_000, "disk": FAR}, 6),
+    "2, copies": (2, AUTO, BF16, {"host": 75_000, "disk": FAR}, 6),
     "3, host": (3, AUTO, {}, {"host": NEAR}, 6),
     "3, parameters": (3, BOTH, {}, {"host": NEAR}, 17),
     "3, parameters and disk": (3, BOTH, {}, {"host": 250_000, "disk": FAR}, 17),
@@ -83,6 +92,20 @@ def test_auto_fits_every_tier_of_an_accelerator_and_changes_no_number(case, tmp_
     assert budget["device"] - most["device"] <= 3 * MATRIX, (budget, most)
     # What the allocator has beside the budget: activations, and 512 bytes for each small tensor.
     assert peak <= budget["device"] + ACTIVATIONS + 512 * 4 * DEPTH, (budget, peak)
+
+
+@for_each(case=("2, copies", "3, parameters and copies"))
+@pytest.mark.ranks(2, timeout=300, backend="strict", accelerator=Accelerator())
+def test_budget_counts_the_gradients_that_clipping_casts(case, tmp_path):
+    stage, auto, precision, far, less = WITHIN[case]
+    expected, plain, *_ = trained(stage, None, limit=0.01, precision=precision)
+    offload = {**auto, "path": tmp_path, "piece": "4KiB", "ahead": 2}
+    offload["budget"] = {"device": plain["device"] - less * MATRIX // 2, **far}
+    _, unclipped, *_ = trained(stage, offload, precision=precision)
+    found, most, *_ = trained(stage, offload, limit=0.01, precision=precision)
+    assert_same(found, expected)
+    assert most["host"] > unclipped["host"]
+    assert all(most[tier] <= size for tier, size in offload["budget"].items()), (offload, most)
 
 
 @pytest.mark.ranks(1, backend="strict", accelerator=Accelerator(limit=16 * MATRIX))

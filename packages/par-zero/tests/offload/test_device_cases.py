@@ -58,9 +58,11 @@ def sharded(stage, offload=None, module=None, parameters=None, **policies):
     return module, optimizer
 
 
-def step(module, optimizer, batch):
+def step(module, optimizer, batch, before=None):
     loss = module(batch).square().mean()
     loss.backward()
+    if before is not None:
+        before()
     optimizer.step()
     optimizer.zero_grad()
     return loss.detach()

@@ -286,17 +286,24 @@ def optimizer_offloaded(
         return Offloadable(name="optimizer", frees=state, takes={"host": state, "disk": state})
     # The host steps a copy of the parameters of its own, even if the device has no masters.
     away = state if numbers.copied else state + copies
+    # Clipping and norms read a copy of the gradients in the optimizer's dtype.
+    casts = copies if numbers.gradient != numbers.master else 0.0
     return Offloadable(
         name="optimizer",
         frees=state + (gradients if zero >= 2 else 0),
         takes={"host": away, "disk": away},
-        beside=gradients,
+        beside=gradients + casts,
     )
+
+
+def _stepped(replicas: ZeroSharding) -> float:
+    """Return the number of elements that the optimizer of a rank steps."""
+    return replicas.elements / (replicas.ranks if replicas.zero else 1)
 
 
 def _optimizer_of(replicas: ZeroSharding, numbers: NumberWidths) -> Offloadable:
     """Return Adam's state as a source for offloading."""
-    own = replicas.elements / (replicas.ranks if replicas.zero else 1)
+    own = _stepped(replicas)
     return optimizer_offloaded(
         own * numbers.master * (2 + numbers.copied),
         copies=own * numbers.master,
@@ -336,7 +343,7 @@ def with_offload(memory: MemoryUse, replicas: ZeroSharding, numbers: NumberWidth
     away = job.optimizer_offloaded
     if away:
         source = _optimizer_of(replicas, numbers)
-        gradients = 0.0 if replicas.gloo or replicas.zero < 2 else away * source.beside
+        gradients = 0.0 if replicas.gloo or replicas.zero < 2 else away * _stepped(replicas) * numbers.gradient
         memory = replace(
             memory,
             optimizer=memory.optimizer - (away * source.frees - gradients),

@@ -78,8 +78,15 @@ class HostGradients:
 
     @property
     def bytes(self) -> int:
-        """Bytes of pinned memory."""
-        return self._slabs.bytes
+        """Bytes of host memory: pinned memory, and gradients that were cast to the optimizer's dtype."""
+        with without_torch_functions():  # a count waits for no gradient
+            casts = [
+                piece.tensor.grad.untyped_storage().nbytes()
+                for chunk, pieces in self._pieces.items()
+                for piece in pieces
+                if piece.tensor.grad is not None and piece.tensor.dtype != chunk.plan.reduce_dtype
+            ]
+        return self._slabs.bytes + sum(casts)
 
     def write(self, chunk: Chunk, total: torch.Tensor) -> None:
         """Begin to copy this rank's shard of a chunk's sum to the host. `total` may be reused after `bind`."""
@@ -161,6 +168,10 @@ def _in_flight(place: torch.Tensor, tensor: nn.Parameter, event: torch.Event) ->
     """
     same = place.dtype == tensor.dtype
     gradient = place.detach() if same else torch.empty_like(place, dtype=tensor.dtype, pin_memory=False)
+    size = gradient.untyped_storage().nbytes()
+    if not same:
+        # A thread that steps piece by piece needs one cast at a time. Code that reads all gradients needs all of them.
+        gradient.untyped_storage().resize_(0)
 
     lock = Lock()  # the program and the step thread may both be the first to use the gradient
 
@@ -171,6 +182,7 @@ def _in_flight(place: torch.Tensor, tensor: nn.Parameter, event: torch.Event) ->
             event.synchronize()
             if not same:
                 with without_torch_functions(), torch.no_grad():
+                    gradient.untyped_storage().resize_(size)
                     gradient.copy_(place)
             gradient.__class__ = torch.Tensor  # last, because others may use the values from here on
 
