@@ -148,6 +148,7 @@ def test_no_rank_waits_while_old_steps_are_removed_after_a_save_in_the_backgroun
         assert (tmp_path / "step-00000001").exists()
         assert not handle.done()
         assert not removed.is_set()
+        dist.barrier()  # the first rank removes the step, so all have looked before
         may_remove.set()
         handle.wait()
     dist.barrier()

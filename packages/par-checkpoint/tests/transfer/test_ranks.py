@@ -85,7 +85,7 @@ def test_a_message_that_was_never_filled_is_a_lost_rank(monkeypatch, few):
 @pytest.mark.ranks(2)
 def test_ranks_that_never_met_wait_as_long_as_the_present_call_says(monkeypatch):
     monkeypatch.setattr(Ranks, "_meet", lambda ranks: ranks._met.clear())
-    rank, byte = dist.get_rank(), torch.zeros(1, dtype=torch.uint8)
+    rank, byte = dist.get_rank(), torch.zeros(1, dtype=torch.uint8, device="cpu")  # gloo sends from the host
     for late in (0, 1):  # gloo waits on one side alone, for five times what it was made with
         ranks = Ranks(dist.group.WORLD, timeout=0.1)
         ranks.set_timeout(60.0)
