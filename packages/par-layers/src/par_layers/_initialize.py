@@ -114,6 +114,7 @@ def _draw_box(view: Tensor, start: Sequence[int], shape: Sequence[int], init: By
     for first, size, length in zip(start[1:], view.shape[1:], shape[1:], strict=True):
         columns = columns.unsqueeze(-1) * length + torch.arange(first, first + size, device="cpu")
     columns = columns.flatten()
+    # A block is several full rows, or a part of a single one.
     wide = min(len(columns), _BLOCK)
     high = max(_BLOCK // wide, 1)
     for top in range(0, len(view), high):

@@ -153,6 +153,7 @@ def _begun(x: Tensor, ranks: int, group: str) -> Tensor:
 
 def _packed(rows: Tensor, gates: Tensor) -> Tensor:
     """Pack rows [n, h] and their gates [n] into one tensor, [n, h + padding]."""
+    # The gates travel as bits in the dtype of the rows, so that one message has both, and fp32 gates lose nothing.
     bits = gates.contiguous().view(rows.dtype).view(len(gates), gates.itemsize // rows.itemsize)
     return torch.cat([rows, bits, rows.new_zeros(rows.shape[0], PADDING // rows.itemsize - bits.shape[1])], 1)
 

@@ -130,6 +130,7 @@ class _LaneExpertsFunction(torch.autograd.Function):
                 inner += up_bias[expert]
             outer = call.activation.scaled(inner, gates[lane]) @ call.matrix(down, expert).t()
             if down_bias is not None:
+                # The gate has multiplied the input of the second matmul, so only the bias still lacks it.
                 outer += scaled(down_bias[expert].expand_as(outer), gates[lane])
             wide[lane], y[lane] = inner, outer
         ctx.call = call

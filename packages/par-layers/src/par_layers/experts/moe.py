@@ -72,6 +72,7 @@ class SharedExperts(nn.Module):
             rows = inner.flatten(0, -2)
             if self.activation.gated:
                 parts = (self.gate_proj(x).flatten(0, -2), rows)
+                # The activation takes gate and up as the single first matmul of an expert gives them.
                 rows = torch.stack(parts, -1).flatten(-2) if self._interleaved else torch.cat(parts, -1)
             inner = self.activation.forward(rows).view(inner.shape)
         summand: Tensor = self.down_proj(inner)
@@ -256,6 +257,7 @@ def make_moe(
         features = num_shared_experts * intermediate_size
         shared = SharedExperts(hidden_size, features, config=expert, axes=axes, grid=grid, init=init)
     if shared_expert_gate:
+        # Then each tensor rank computes the gate for its own tokens only.
         partial = axes if entrance.sequence and entrance.cuts_tokens else ()
         shared_gate = gate_of_shared(hidden_size, partial, grid, init)
     return MoE(

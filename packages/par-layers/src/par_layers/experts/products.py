@@ -278,6 +278,7 @@ class Activation:
         """
         if self.backward is not None:
             backward = self.backward
+            # A copy, because `middle` overwrites it, and a function may return its input.
             return self.forward(x).clone(), lambda gradient: backward(x, gradient)
         # A user's activation has no backward of its own, so autograd differentiates a recomputation of it.
         with torch.enable_grad():
@@ -352,6 +353,7 @@ class _Swiglu(_Gated):
         def pull(gradient: Tensor) -> Tensor:
             of_x = torch.empty_like(x)
             of_gate, of_up = self.halves(of_x)
+            # First, because the next line overwrites the gradient.
             torch.mul(gradient, silu, out=of_up)
             silu_backward(gradient.mul_(up), gate, grad_input=of_gate)
             return of_x

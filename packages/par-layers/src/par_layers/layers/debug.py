@@ -34,6 +34,7 @@ class LaidOut(Tensor):
         carried = common((*args, *(kwargs or {}).values()), f"torch's {getattr(func, '__name__', func)}")
         result = super().__torch_function__(func, types, args, dict(kwargs or {}))  # type: ignore[no-untyped-call]
         if carried is not None:
+            # torch gives results the class of the inputs, but not their attributes.
             for tensor in result if isinstance(result, tuple | list) else (result,):
                 if isinstance(tensor, LaidOut):
                     tensor.par_mark = carried
@@ -149,5 +150,6 @@ def common(values: Iterable[Any], who: str) -> Mark | None:
             if isinstance(tensor, LaidOut) and hasattr(tensor, "par_mark"):
                 if carried is not None and not carried.fits(tensor.par_mark):
                     raise ValueError(f"{who} mixes activations: {carried.differs(tensor.par_mark)}")
+                # A mark with tokens is preferred, because it can be compared with more.
                 carried = tensor.par_mark if carried is None or carried.tokens is None else carried
     return carried

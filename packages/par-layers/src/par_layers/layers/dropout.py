@@ -76,6 +76,7 @@ def dropped(
             counts them by the layout.
     """
     bits = random_bits(*_places(x, layout, grid, in_row), draw_key())
+    # The bits are a uniform int32, and comparing them rounds nothing, so that every device keeps the same elements.
     keep = bits >= int(p * 2**32) - 2**31
     return x * keep.to(x.dtype).mul_(1 / (1 - p))
 
@@ -91,6 +92,7 @@ def _places(
     axes[-1] = axes[-1] + layout.features
     rows = torch.zeros((), dtype=torch.int64, device=x.device)
     for dim, (along, length) in enumerate(zip(axes[:-1], x.shape, strict=False)):
+        # A batch that was cut for load balance holds its tokens in another order than that of the ranks.
         if dim == 1 and in_row is not None:
             numbers, whole = in_row
         else:

@@ -46,6 +46,7 @@ class ParallelNorm(ParallelLayer):
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         check_features(x, weight.shape[0], self._layout, "a norm")
+        # torch's own norms do the same under autocast.
         if (x.dtype in _HALF or weight.dtype in _HALF) and autocast_dtype(x) is not None:
             x, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
         if self._group is None:

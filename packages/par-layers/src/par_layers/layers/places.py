@@ -94,6 +94,7 @@ class Places:
         """
         known = self._known(x, tokens, who)
         rows = len(known.documents)
+        # A single row of documents holds for the rows of all ranks.
         batch = part(rows, self.layout.batch, self.grid, "the batch") if rows > 1 else slice(0, 1)
         where = (batch.start, batch.stop)
         places = _in_document(known, self.grid.index(self.layout.context), where, self._here(known), x.device)

@@ -69,6 +69,7 @@ class _Scale(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, sums: ChunkSums) -> Tensor:
         ctx.sums = sums
+        # Only the gradient of a weight reads x.
         ctx.save_for_backward(None if weight is None else x, weight)
         y = x if weight is None else x * weight
         return (y if bias is None else y + bias).to(x.dtype)
@@ -120,6 +121,7 @@ class _LookUp(torch.autograd.Function):
         (ids,) = ctx.saved_tensors
         if ctx.padding is not None:
             gradient = gradient.masked_fill((ids == ctx.padding).unsqueeze(-1), 0.0)
+        # Numbers on one grid add up exactly, so the order of tokens with the same id does not matter.
         rows = on_grid(gradient).flatten(0, -2)
         summed = rows.new_zeros(ctx.shape).index_add_(0, ids.flatten(), rows)
         bound = rows.abs().sum(0)

@@ -70,6 +70,7 @@ def _rows(draw: Draw) -> Pairs:
         lambda rows: functional.rms_norm(rows, (FEATURES,), weight),
         lambda rows: rows.float().sum(-1),
     ):
+        # Ranks that split a sequence call the kernel for fewer rows.
         for length in (1, ROWS // 4):
             yield function(x)[:length], function(x[:length].clone())
 
@@ -77,6 +78,7 @@ def _rows(draw: Draw) -> Pairs:
 def _parts_of_features(draw: Draw) -> Pairs:
     x = draw(ROWS, FEATURES)
     for function in (functional.silu, functional.gelu, torch.sigmoid, torch.exp):
+        # Tensor ranks call it for a part of the features.
         for part in (32, 64):
             yield function(x)[:, :part], function(x[:, :part].contiguous())
 

@@ -144,6 +144,7 @@ class _CutVocabulary(torch.autograd.Function):
         highest = sums.maximum(logits.amax(-1).to(wide))
         local = target - first
         elsewhere = (local < 0) | (local >= real)
+        # The lookup below needs a valid index everywhere; what it finds for targets of other ranks is masked.
         local = local.masked_fill(elsewhere, 0)
         exponentials = sums.of_rows((logits.to(wide) - highest.unsqueeze(-1)).exp_())
         of_target = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).to(wide) - highest

@@ -48,6 +48,7 @@ class AuxiliaryLosses:
         ((given, version, of_tokens),) = self._losses
         self._losses.clear()
         loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
+        # Models add to the loss in place, or make a new one of it; either is seen here.
         if loss is given and version_of(loss) == version:  # nothing was added
             return outputs
         count = (labels != IGNORE_INDEX).sum()
