@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from par_testing import for_each, storm
-from par_zero import no_sync, shard, summon
+from par_zero import ShardOptions, no_sync, predict_step, shard, summon
 from par_zero._engine import Engine
 from par_zero.offload.errors import DiskErrors
 from par_zero.programs.record import StepRecord
@@ -217,6 +217,14 @@ def policies(**options):
         else:
             keywords[name] = value
     return keywords
+
+
+def predicted_tiers(module, optimizer, stage, offload, **options):
+    """Bytes by tier and kind of a module before `shard`, whose options are those of `policies`."""
+    given = ShardOptions.of(**policies(**options))
+    return predict_step(
+        module, optimizer, stage=stage, ranks=dist.get_world_size(), options=given, offload=offload
+    ).tiers
 
 
 def sharded(module, stage, make=adamw, **options):

@@ -5,11 +5,10 @@ from fractions import Fraction
 import pytest
 import torch
 
-from par_zero import MixedPrecision, Offload, bucket_bytes, memory, traffic, transfers
+from par_zero import MixedPrecision, bucket_bytes, memory, traffic
 
 BF16 = {"param_dtype": torch.bfloat16}
 BF16_FP32_SUMS = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-TIERS = ("device", "host", "disk")
 ROWS = [  # bytes per parameter that every rank has, and that are divided by the number of ranks
     ({}, ((16, 0), (8, 8), (4, 12), (0, 16))),
     (BF16, ((16, 0), (4, 12), (2, 14), (0, 16))),
@@ -107,26 +106,3 @@ def test_what_is_put_together_over_tensor_ranks_moves_three_times_and_has_memory
         assert half[1] - half[0] == pytest.approx(
             4800 / share * 4
         )  # the parameter is the fp32 copy that there is anyway
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_state_that_is_elsewhere_is_counted_there_and_nowhere_else(stage):
-    offload = Offload(optimizer={"host": 0.25, "disk": 0.5}, path="/scratch", piece=4096, ahead=3)
-    for dtypes in ({}, BF16):
-        here, host, disk = (
-            memory(stage, 2**20, 4, offload=offload, tier=tier, precision=MixedPrecision(**dtypes)) for tier in TIERS
-        )
-        without = memory(stage, 2**20, 4, precision=MixedPrecision(**dtypes))
-        slots = 3 if dtypes else 2  # with the copies of parameters
-        state = slots * 4 * 2**20 / (4 if stage else 1)
-        assert without.optimizer - here.optimizer == 0.75 * state
-        assert (host.optimizer, disk.optimizer) == (0.25 * state, 0.5 * state)
-        assert (host.buffers, disk.buffers, here.buffers) == (slots * 3 * 4096, 0, without.buffers)
-        assert (here.parameters, here.gradients) == (without.parameters, without.gradients)
-        moved = transfers(stage, 2**20, 4, offload=offload, precision=MixedPrecision(**dtypes))
-        assert moved.read == moved.written == disk.optimizer
-
-
-def test_a_tier_that_is_none_is_refused():
-    with pytest.raises(ValueError, match="tier is 'tape'; it can be one of device, host, disk"):
-        memory(1, 100, 2, tier="tape")

@@ -1,7 +1,7 @@
 """ZeRO stages 0 to 3 from one design: data parallelism without duplicates."""
 
 from ._budget import PredictedStep, predict_step
-from ._cost import Memory, Transfers, memory, traffic, transfers
+from ._cost import Memory, memory, traffic
 from ._policies import MixedPrecision, OptimizerUpdate, Overlap, ParameterInit, ShardOptions, bucket_bytes
 from ._shard import shard, sync_module_states_
 from ._sharded import disk_usage, no_sync, program, reload_state, reset, residency, summon, trace
@@ -39,7 +39,6 @@ __all__ = [
     "Residency",
     "ShardOptions",
     "Trace",
-    "Transfers",
     "UpdateScope",
     "ZeroProgram",
     "bucket_bytes",
@@ -66,6 +65,5 @@ __all__ = [
     "sync_module_states_",
     "trace",
     "traffic",
-    "transfers",
     "update_scope_of",
 ]

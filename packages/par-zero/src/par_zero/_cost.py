@@ -1,17 +1,18 @@
 """Memory and traffic of each stage, as formulas. Measurements agree with them up to the padding of chunks.
 
+A search over thousands of configurations needs them. `predict_step` counts one configuration exactly, offload included.
+
 Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, sections 5 and 7.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from ._policies import MixedPrecision
 from ._stage import STAGES
-from ._tiers import TIERS, Offload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +37,6 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer + self.buffers
 
 
-_NOTHING = Offload()
-"""Everything is stored on the device."""
-
-
 def memory(
     stage: int,
     parameters: int,
@@ -52,10 +49,10 @@ def memory(
     chunk: int = 0,
     assembled: int = 0,
     inflight: int = 2,
-    offload: Offload | None = None,
-    tier: Literal["device", "host", "disk"] = "device",
 ) -> Memory:
     """Return the bytes of one rank after a step on gloo. During the step, stage 3 adds the parameters of two units.
+
+    All data is on the device. The `tiers` of `predict_step` have the bytes with offload.
 
     Args:
         stage: Stage of `shard`, 0 to 3.
@@ -72,17 +69,9 @@ def memory(
         inflight: Number of chunks whose reductions are in flight at a time, as `Overlap` has it. Two are kept between
             steps if `shard` got no number. During backward the default is then too low: up to all chunks are in flight
             on a CPU, and at stages 2 and 3 with `expert_groups` on every device.
-        offload: Tiers of optimizer state, parameters and gradients, as for `shard`.
-        tier: Tier whose bytes are returned: "device", "host" or "disk". The host's bytes include the buffers through
-            which data of a disk passes. On a disk, each slot of each piece and each unit's shard is rounded up to 4096
-            bytes, and gradients have the optimizer's dtype.
-
-    Raises:
-        ValueError: `tier` is another text.
     """
     if experts:
         common: dict[str, Any] = {"dtype": dtype, "precision": precision, "slots": slots, "inflight": inflight}
-        common |= {"offload": offload, "tier": tier}
         each_group = [
             memory(stage, parameters, ranks, chunk=chunk, assembled=assembled, **common),
             *(memory(stage, elements, sharing, **common) for elements, sharing in experts),
@@ -94,8 +83,6 @@ def memory(
             # The pool of buffers is common to all groups, so their buffers are not added up.
             buffers=each_group[0].buffers,
         )
-    if tier not in TIERS:
-        raise ValueError(f"tier is {tier!r}; it can be one of {', '.join(TIERS)}")
     cuts = STAGES[stage]
     dtypes = precision or MixedPrecision()
     used = dtypes.param_dtype or dtype
@@ -105,110 +92,14 @@ def memory(
     # Each chunk in flight needs a buffer for its full gradient, unless that is kept, and one for a reduce-scatter. At
     # stage 0, two ranks all-reduce in place instead.
     buffers = inflight * (cuts.shards_gradients + (cuts.shards_state or ranks > 2))
-    given = offload or _NOTHING
-    fractions = {name: by_tier[tier] for name, by_tier in given.fractions.items()}
     share = ranks if cuts.shards_state else 1
-    own = parameters / share
-    state = own * dtype.itemsize * copies
-    in_use = parameters * used.itemsize / (ranks if cuts.shards_parameters else 1)
-    sums = parameters * reduced.itemsize / (ranks if cuts.shards_gradients else 1)
     stepped = assembled * dtype.itemsize / share
-    if tier == "device":
-        return Memory(
-            parameters=in_use * fractions["parameters"],
-            gradients=sums * fractions["gradients"] + stepped,
-            optimizer=state * fractions["optimizer"]
-            + (stepped if used == dtype else 0),  # else it is the copy that there is anyway
-            buffers=chunk * reduced.itemsize * buffers,
-        )
-    # The optimizer reads gradients from the disk in its own dtype, so they are written in it.
-    if tier == "disk":
-        sums = own * dtype.itemsize
     return Memory(
-        parameters=in_use * fractions["parameters"],
-        gradients=sums * fractions["gradients"],
-        optimizer=state * fractions["optimizer"],
-        buffers=_host_buffers(given, own, chunk / share, dtype, used, copies) if tier == "host" else 0,
-    )
-
-
-def _host_buffers(
-    offload: Offload, own: float, chunk: float, dtype: torch.dtype, used: torch.dtype, copies: int
-) -> float:
-    """Return the bytes of the host buffers through which data of a disk passes.
-
-    Args:
-        offload: Tiers of optimizer state, parameters and gradients.
-        own: Number of elements that a rank steps.
-        chunk: Number of those elements in one chunk.
-        dtype: Dtype of the optimizer's tensors.
-        used: Dtype of the parameters that the module computes with.
-        copies: Number of tensors in `dtype` that the optimizer holds of each element.
-    """
-    state, gradients, parameters = (
-        offload.fractions[name]["disk"] for name in ("optimizer", "gradients", "parameters")
-    )
-    most = max(state, parameters, gradients) * own
-    piece = min(offload.piece_bytes / dtype.itemsize, most)
-    of_element = (
-        copies * dtype.itemsize * (state > 0) + used.itemsize * (parameters > 0) + dtype.itemsize * (gradients > 0)
-    )
-    ahead = used.itemsize * (parameters > 0)  # a unit's share, which is gathered next
-    on_their_way = 2 * dtype.itemsize * (gradients > 0)  # sums of two chunks
-    return of_element * min(offload.ahead * piece, most) + chunk * (ahead + on_their_way)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Transfers:
-    """Bytes that a step of one rank moves between tiers.
-
-    Args:
-        read: Bytes that are read from the disk.
-        written: Bytes that are written to the disk.
-    """
-
-    read: float
-    written: float
-
-
-def transfers(
-    stage: int,
-    parameters: int,
-    ranks: int,
-    *,
-    offload: Offload,
-    dtype: torch.dtype = torch.float32,
-    precision: MixedPrecision | None = None,
-    slots: int = 2,
-    fetches: float = 2,
-    reductions: int = 1,
-) -> Transfers:
-    """Return the bytes that a step moves between tiers, up to the rounding of each slot of each piece to 4096 bytes.
-
-    The first step reads master weights, but no state. A skipped step moves no state; the next step uses what was
-    prefetched for it.
-
-    Args:
-        stage: Stage of `shard`, 0 to 3.
-        parameters: Number of elements of all parameters.
-        ranks: Number of ranks that shard the parameters.
-        offload: Tiers of optimizer state, parameters and gradients, as for `shard`.
-        dtype: Dtype of the parameters that the optimizer updates.
-        precision: Dtypes, as for `shard`. None: all tensors have `dtype`.
-        slots: Tensors of the optimizer's state for each parameter, in `dtype`: 2 for Adam, 1 for momentum.
-        fetches: Number of times that a unit is gathered in a step: 2 for forward and backward if no unit stays
-            gathered, 1 if all do, or the number that `simulate` counts.
-        reductions: Number of backward passes in a step that reduce gradients. All but the first read the earlier sums.
-    """
-    on_disk = memory(
-        stage, parameters, ranks, dtype=dtype, precision=precision, slots=slots, offload=offload, tier="disk"
-    )
-    param_dtype = None if precision is None else precision.param_dtype
-    # A step reads parameters that it updates in place. It only writes those that are rounded from master weights.
-    stepped = on_disk.parameters if param_dtype in (None, dtype) else 0
-    return Transfers(
-        read=on_disk.optimizer + on_disk.parameters * fetches + stepped + on_disk.gradients * reductions,
-        written=on_disk.optimizer + on_disk.parameters + on_disk.gradients * reductions,
+        parameters=parameters * used.itemsize / (ranks if cuts.shards_parameters else 1),
+        gradients=parameters * reduced.itemsize / (ranks if cuts.shards_gradients else 1) + stepped,
+        # In another dtype an assembled tensor is the copy that exists anyway.
+        optimizer=parameters / share * dtype.itemsize * copies + (stepped if used == dtype else 0),
+        buffers=chunk * reduced.itemsize * buffers,
     )
 
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from par_testing import for_each, storm
-from par_zero import Offload, memory, residency, shard
+from par_zero import Offload, predict_step, residency, shard
 
 from ..helpers import assert_same, batch, policies, whole
 from .cases import BF16, moments, small
@@ -165,9 +165,9 @@ def test_offload_invalid_budget_raises(options, words):
         Offload(**options)
 
 
-def test_memory_of_auto_raises():
+def test_prediction_of_auto_raises():
     with pytest.raises(ValueError, match=r"optimizer is 'auto', which becomes parts of tiers in shard\(\); give parts"):
-        memory(1, 1000, 2, offload=Offload(**AUTO, budget="1MB"))
+        predict_step(nn.Linear(8, 8), stage=1, ranks=2, offload=Offload(**AUTO, budget="1MB"))
 
 
 def hybrid():

@@ -28,10 +28,9 @@ from par_zero import (
     simulate,
     summon,
     trace,
-    transfers,
 )
 
-from ..helpers import assert_same, batch, loss_of, mlp, policies, sharded, whole
+from ..helpers import assert_same, batch, loss_of, mlp, policies, predicted_tiers, sharded, whole
 from .cases import BF16, counted, failing, moments, on_disk, small, two_models, with_copies, with_everything
 from .test_state import MAKERS
 from .test_state import trained as of_uneven
@@ -67,11 +66,15 @@ def trained(offload, dtypes, steps=3):
     return {"loss": torch.stack(losses)} | whole(module) | moments(optimizer)
 
 
-def even(offload, dtypes):
+def layers():
     """A model of four units, and of sizes of which nothing is rounded up: layers of 4096 elements."""
     torch.manual_seed(0)
     module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BLOCKS)))
-    optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+    return module, torch.optim.AdamW(module.parameters(), fused=True)
+
+
+def even(offload, dtypes):
+    module, optimizer = layers()
     return shard(module, optimizer, stage=3, group=dist.group.WORLD, offload=offload, **policies(bucket=1, **dtypes))
 
 
@@ -87,12 +90,13 @@ def test_host_parts_on_a_cpu_are_counted_separately(dtypes):
         module(torch.ones(2, WIDTH, dtype=dtypes.get("param_dtype"))).square().mean().backward()
         held = residency(module).now
         for tier in ("device", "host", "disk"):
-            expected = memory(3, BLOCKS * WIDTH**2, 2, offload=offload, tier=tier, precision=MixedPrecision(**dtypes))
-            assert held[tier]["parameters"] == expected.parameters
+            parts = {name: by_tier[tier] for name, by_tier in offload.fractions.items()}
+            expected = memory(3, BLOCKS * WIDTH**2, 2, precision=MixedPrecision(**dtypes))
+            assert held[tier]["parameters"] == expected.parameters * parts["parameters"]
             kept = held[tier]["gradients"]
             if dtypes:  # what autograd gives is cast for the optimizer, and the sums stay
                 kept /= 3
-            assert kept == expected.gradients
+            assert kept == expected.gradients * parts["gradients"]
         optimizer.step()
 
 
@@ -159,6 +163,7 @@ def test_disk_gradients_are_accumulated_clipped_and_dropped(gradients, tmp_path)
 @pytest.mark.ranks(2)
 def test_step_bytes_equal_the_formulas(dtypes, gradients, tmp_path):
     offload = elsewhere(tmp_path, {"disk": 0.5}, {"host": 0.25, "disk": 0.5}, gradients, piece=8192)
+    tiers = predicted_tiers(*layers(), 3, offload, bucket=1, **dtypes)
     module, optimizer = even(offload, dtypes)
     dtype = dtypes.get("param_dtype")
     tensors = optimizer.param_groups[0]["params"]
@@ -171,23 +176,17 @@ def test_step_bytes_equal_the_formulas(dtypes, gradients, tmp_path):
             optimizer.zero_grad()
             held = residency(module).now
             for tier in ("device", "host", "disk"):
-                expected = memory(
-                    3,
-                    BLOCKS * WIDTH**2,
-                    2,
-                    offload=offload,
-                    tier=tier,
-                    chunk=WIDTH**2,
-                    precision=MixedPrecision(**dtypes),
-                )
-                assert held[tier]["parameters"] == expected.parameters
-                counters = {"device": 256, "host": 0, "disk": 0}[tier]  # of steps
-                assert 0 <= held[tier]["optimizer"] + held[tier]["copies"] - expected.optimizer <= counters
-                assert tier != "disk" or held[tier]["gradients"] == expected.gradients
-                assert held[tier]["buffers"] == expected.buffers or tier == "device"
+                expected = tiers[tier]
+                assert held[tier]["parameters"] == expected["parameters"]
+                assert held[tier]["optimizer"] + held[tier]["copies"] == expected["optimizer"]
+                assert tier != "disk" or held[tier]["gradients"] == expected["gradients"]
+                # The prediction has room for a wrong prefetch, and for pieces that begin within a page.
+                assert tier != "host" or held[tier]["buffers"] <= expected["buffers"]
     # The two units on the disk are the last of forward and the first of backward, and stay whole between them.
-    expected = transfers(3, BLOCKS * WIDTH**2, 2, offload=offload, fetches=1, precision=MixedPrecision(**dtypes))
-    assert (sum(moved["preadv"]), sum(moved["pwritev"])) == (expected.read, expected.written)
+    disk = tiers["disk"]
+    written = disk["optimizer"] + disk["parameters"] + disk["gradients"]
+    # A step reads parameters that it updates in place. It only writes those that are rounded from master copies.
+    assert (sum(moved["preadv"]), sum(moved["pwritev"])) == (written + (not dtypes) * disk["parameters"], written)
 
 
 class Slow(torch.optim.AdamW):

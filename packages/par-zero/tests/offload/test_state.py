@@ -11,7 +11,7 @@ from torch import nn
 
 from par_groups import settle_, slots_of
 from par_testing import for_each, storm
-from par_zero import MixedPrecision, memory, no_sync, shard, transfers
+from par_zero import no_sync, shard
 
 from ..helpers import (
     KINDS_OF_STAGES,
@@ -22,6 +22,7 @@ from ..helpers import (
     loss_of,
     mlp,
     policies,
+    predicted_tiers,
     sharded,
     uneven,
     whole,
@@ -309,6 +310,7 @@ def test_step_bytes_equal_the_formulas(case, tmp_path):
     module.forward = lambda x: sum(layer(x) for layer in module)
     optimizer = small(module.parameters())
     offload = on_disk(tmp_path, {"host": 0.25, "disk": 0.5}, piece=4096)
+    tiers = predicted_tiers(module, optimizer, stage, offload, **dtypes)
     shard(module, optimizer, stage=stage, group=dist.group.WORLD, offload=offload, **policies(**dtypes))
     tensors = optimizer.param_groups[0]["params"]
     with pytest.MonkeyPatch.context() as patch:
@@ -318,16 +320,13 @@ def test_step_bytes_equal_the_formulas(case, tmp_path):
             loss_of(module, batch(step, width=64).to(dtypes.get("param_dtype"))).backward()
             optimizer.step()
         settle_(tensors)
-    expected = transfers(stage, 2**15, 2, offload=offload, precision=MixedPrecision(**dtypes))
+    expected = tiers["disk"]["optimizer"]
     copies = 1 / 3 if dtypes else 0  # all that the first step reads
-    assert (sum(moved["preadv"]), sum(moved["pwritev"])) == (expected.read * (1 + copies), 2 * expected.written)
+    assert (sum(moved["preadv"]), sum(moved["pwritev"])) == (expected * (1 + copies), 2 * expected)
     stored = [tensor for tensor in tensors if slots_of(tensor)]
     on_disk_bytes = sum(view.nbytes for tensor in stored for view in slots_of(tensor).values())
     on_disk_bytes += sum(tensor.nbytes for tensor in stored) if dtypes else 0
-    assert (
-        on_disk_bytes
-        == memory(stage, 2**15, 2, offload=offload, tier="disk", precision=MixedPrecision(**dtypes)).optimizer
-    )
+    assert on_disk_bytes == expected
     elsewhere = [
         slot.nbytes
         for tensor, state in optimizer.state.items()
@@ -338,11 +337,8 @@ def test_step_bytes_equal_the_formulas(case, tmp_path):
         elsewhere += {
             each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors if not slots_of(each)
         }.values()
-    tiers = [
-        memory(stage, 2**15, 2, offload=offload, tier=tier, precision=MixedPrecision(**dtypes)).optimizer
-        for tier in ("device", "host")
-    ]
-    assert sum(elsewhere) == sum(tiers)
+    counters = sum(state["step"].nbytes for tensor, state in optimizer.state.items())
+    assert sum(elsewhere) + counters == tiers["device"]["optimizer"] + tiers["host"]["optimizer"]
 
 
 @pytest.mark.parametrize("stages", [(1, 3), pytest.param(STAGES, marks=pytest.mark.storm)], ids=["typical", "all"])
