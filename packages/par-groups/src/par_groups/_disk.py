@@ -14,6 +14,7 @@ def sync_to_disk(path: Path) -> None:
     Raises:
         OSError: The disk is full or failed.
     """
+    # A directory can only be opened for reading, and fsync accepts such a descriptor for files, too.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -50,6 +50,7 @@ class Registry(Generic[T]):
         Raises:
             ValueError: The name is unknown, or two wheels provide it.
         """
+        # Two wheels may declare one name. Loading each of them lets `_load` report the clash.
         for point in self._points.select(name=name):
             self._load(point)
         if name not in self._entries:
@@ -61,6 +62,7 @@ class Registry(Generic[T]):
         return _points_on(tuple(sys.path)).select(group=self.group)
 
     def _load(self, point: EntryPoint) -> None:
+        # If the wheel was imported before this look-up, its decorator has registered the entry already.
         before = self._entries.get(point.name)
         if before is not None and owner_of(before) == point.value.replace(":", "."):
             return

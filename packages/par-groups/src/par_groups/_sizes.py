@@ -36,11 +36,13 @@ def parse_size(size: str | int, *, name: str = "size", least: int = 0, example: 
         >>> parse_size("1.5MB")
         1500000
     """
+    # True is an int in Python, and would count as a size of one byte.
     if isinstance(size, bool) or not isinstance(size, str | int):
         raise TypeError(f"{name}={size!r}: a size is bytes or a text; pass a number such as 5_000_000, or {example!r}")
     if isinstance(size, int):
         count = size
     else:
+        # `upper` turns some letters outside of ASCII into ASCII, such as a dotless i, so these are excluded before.
         match = _SIZE.fullmatch(size.upper()) if size.isascii() else None
         if match is None or match[3] not in _FACTORS:
             raise ValueError(
@@ -48,6 +50,7 @@ def parse_size(size: str | int, *, name: str = "size", least: int = 0, example: 
                 f"GiB, TiB, PiB (powers of 1024); pass for example {example!r}"
             )
         number = Decimal(match[1] + (match[2] or "")) * _FACTORS[match[3]]
+        # A number with a large exponent is never expanded into an int: at the limit, the check below raises.
         count = int(number) if number < _MOST else _MOST
     if not least <= count < _MOST:
         raise ValueError(f"{name}={size!r}: a size is from {least} to 2**63 - 1 bytes; pass for example {example!r}")

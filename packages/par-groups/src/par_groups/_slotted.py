@@ -12,5 +12,7 @@ def slotted_attributes(kind: type) -> Iterator[str]:
     for base in kind.__mro__:
         slots = base.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
+            # Python mangles a private name with the class that declares it, without the leading underscores of the
+            # class.
             is_private = name.startswith("__") and not name.endswith("__")
             yield f"_{base.__name__.lstrip('_')}{name}" if is_private else name

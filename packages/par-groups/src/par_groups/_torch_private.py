@@ -75,6 +75,7 @@ def _sleeps(path: Path) -> bool:
         text = path.read_text()
     except OSError:
         return True
+    # The name of a thread is in parentheses and may contain parentheses itself, so the last one ends it.
     name, _, state = text.partition("(")[2].rpartition(") ")
     return not name.startswith("pt_gloo") or state.startswith("S")
 
@@ -127,6 +128,8 @@ def shut_down_sockets(sockets: dict[int, int]) -> None:
             closed, and the kernel has given the number to another file.
     """
     for descriptor, inode in sockets.items():
+        # The check and the shutdown use a duplicate: the original number may be given to another file between them.
+        # Closing the duplicate leaves gloo's descriptor open, which gloo closes itself.
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:
             if os.fstat(copy.fileno()).st_ino == inode:
                 copy.shutdown(socket.SHUT_RDWR)

@@ -17,6 +17,11 @@ def test_who_has_what():
     assert words in clash([old, new, *[old] * 5])
 
 
+def test_clash_covers_every_package_that_exchanges_samples_or_reports():
+    for name in ("par-data", "par-diagnosis", "par-plan"):
+        assert f"different versions of {name}: 1" in clash([{name: "1"}, {name: "2"}])
+
+
 def test_what_is_imported_counts_or_else_what_is_installed(monkeypatch):
     assert versions()["par-groups"] == par_groups.__version__
     monkeypatch.setattr(par_groups, "__version__", "7")

@@ -92,6 +92,8 @@ class _Rank:
         while text := self.line.receive(0):
             self.heard, self.has_beaten = time.monotonic(), True
             word, *numbers = text.split()
+            # "alive" proves only that the process runs. The other words report progress, which ends a time behind the
+            # others.
             if word != "alive":
                 self.spare, self.progress, self.behind = word == "waiting", RankProgress(*map(int, numbers)), None
 
@@ -102,6 +104,7 @@ class _Rank:
             self.behind = None
         elif self.behind is None:
             self.behind = now
+        # A rank that has not made its `Members` yet sends nothing, so its silence proves nothing.
         is_silent = self.has_beaten and now - self.heard > patience
         return is_silent or (self.behind is not None and now - self.behind > patience)
 
@@ -146,10 +149,12 @@ class Keeper:
         self._next_number = self._place.rank * (total + self._restarts)
         for local in range(total):
             self._begin(local, address, prefix, spare=local >= self._count)
+        # The lease counts from here: the store may have taken longer than a lease to open.
         renewal = threading.Thread(target=self._renew, args=(store,), daemon=True, name="lease")
         self._renewed = time.monotonic()
         renewal.start()
 
+        # Each rank has a session of its own, so a signal to the keeper does not reach it by itself.
         def forward(number: int, _: object) -> None:
             for rank in self._ranks.values():
                 if rank.process.poll() is None:
@@ -165,6 +170,8 @@ class Keeper:
                 rank.line.close()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
+            # The last renewal reports to the roster that this host has ended, so it is awaited. A store that does not
+            # answer must not delay the exit by more than a lease.
             self._ending.set()
             self._wake.set()
             renewal.join(self._lease)
@@ -173,6 +180,7 @@ class Keeper:
         """Return the store of the keepers, its address, and the prefix of this job's keys in it."""
         place, timeout = self._place, timedelta(seconds=max(60.0, self._lease))
         if place.world_size == 1:
+            # With one host, no other host has to find the port, so the kernel may choose any.
             own = dist.TCPStore(  # type: ignore[attr-defined]  # torch exports it late
                 "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout
             )
@@ -203,12 +211,17 @@ class Keeper:
             pass_fds=(other.fileno(),),
             start_new_session=True,  # the rank is killed with the processes that it has started
         )
+        # While this process has a copy of the child's end, `select` does not see the end of the connection when the
+        # child dies.
         other.close()
         self._ranks[number] = _Rank(process, own, spare=spare)
 
     def _watch(self, address: str, prefix: str) -> int:
         while True:
+            # A report or a death wakes this loop at once. The tick is for the verdict, which another thread reads.
             select.select([each.line for each in self._ranks.values() if each.state == "running"], [], [], _TICK)
+            # The thread of the lease replaces the verdict at any time, so each look at the ranks uses one verdict
+            # throughout.
             verdict = self._verdict
             for number, rank in list(self._ranks.items()):
                 if rank.state != "running":
@@ -217,6 +230,7 @@ class Keeper:
                     self._restarts -= 1
                     self._begin(list(self._ranks).index(number) % self._count, address, prefix, spare=True)
             self._wake.set()
+            # The other hosts have continued without this one, so its ranks must not write any more.
             if self._place.rank in verdict.lost:
                 _log.error("host %d was taken for lost, and its ranks end", self._place.rank)
                 return 1
@@ -237,6 +251,7 @@ class Keeper:
         rank.read()
         code = rank.process.poll()
         if code is not None:
+            # The rank may have reported between the first read and its end.
             rank.read()
             rank.state = "done" if code == 0 else "dead"
             _kill(rank)  # processes that it has started may have survived it
@@ -247,6 +262,7 @@ class Keeper:
             _log.warning("rank %d has not moved for %.3g s and is killed", number, self._patience)
             rank.is_killed = True
             _kill(rank)
+        # A request to leave comes before the number of spares: ranks wait for each other until all have left.
         elif verdict.broken and number in verdict.members and rank.told[0] < verdict.epoch:
             rank.told = verdict.epoch, rank.told[1]
             rank.line.send(f"leave {verdict.epoch}")
@@ -261,6 +277,8 @@ class Keeper:
         roster = Roster(store, hosts, self._lease) if host == 0 else None
         try:
             while not self._ending.is_set():
+                # The lease counts from before the call: the roster may see the renewal long before the answer arrives
+                # here.
                 began, count = time.monotonic(), count + 1
                 store.set(f"lease/{host}", f"{count} {self._states()}")
                 if roster is not None:

@@ -177,6 +177,7 @@ class Members:
             raise RuntimeError(f"a member of epoch {self.epoch} is lost; call form() again")
         store = dist.PrefixStore(f"{self._prefix}/{self.epoch}", client)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=self.place, world_size=len(members), timeout=timeout)
+        # No member continues before all have connected. If one dies on the way, all of them notice it here.
         dist.barrier()
         self._environment = Environment(
             rank=self.place,
@@ -212,6 +213,7 @@ class Members:
                     is_own = self._left >= self.epoch
                     if is_own:
                         self._broken.set()
+                # `abandon` takes the lock itself.
                 if is_own:
                     self.abandon()
             else:  # the keeper has ended, and the kernel ends this process

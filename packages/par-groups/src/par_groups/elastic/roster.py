@@ -110,6 +110,7 @@ class Roster:
         members = {each: ranks[each] for each in before.members if each in ranks}
         living = {each: state for each, state in members.items() if state.state == "running"}
         spares = {each for each, state in ranks.items() if state.state == "running" and state.spare}
+        # A member that has ended well has completed the run, so the other members need no further epoch.
         over = any(state.state == "done" for state in members.values())
         epoch, now_in = before.epoch, before.members
         if before.epoch < 0:
@@ -121,11 +122,14 @@ class Roster:
             complete = True
         failed = before.failed or (complete and not living and not over and not before.over)
         over = over or before.over or failed
+        # The next epoch is decided only when every living member has left the present one, so that no member is missing
+        # in it.
         arrived = all(state.progress.epoch > before.epoch for state in living.values())
         if over and not before.over:
             self._decide(before.epoch + 1, OVER)
         elif complete and living and arrived and not over:
             epoch = before.epoch + 1
+            # Spares fill the places of lost ranks. The number of members never exceeds that of the first epoch.
             waiting = sorted(each for each in spares if ranks[each].progress.epoch == epoch)
             now_in = tuple(sorted([*living, *waiting[: self._full - len(living)]]))
             self._decide(epoch, ",".join(map(str, now_in)))
@@ -133,6 +137,7 @@ class Roster:
         wanted = min(len(spares - set(now_in)), self._full - len(now_in)) if epoch >= 0 else 0
         front = max((state.progress for state in living.values()), default=RankProgress())
         lost = tuple(host for host in range(self._hosts) if self._is_lost(host))
+        # An epoch that was decided in this call is not broken yet: its members were alive a moment ago.
         broken = epoch == before.epoch >= 0 and len(living) < len(before.members)
         self._verdict = Verdict(epoch, now_in, broken, wanted, front, lost, over, failed)
         if self._verdict != before:

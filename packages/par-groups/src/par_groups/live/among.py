@@ -45,7 +45,10 @@ def _name_of(ranks: Sequence[int]) -> str:
     world = dist.group.WORLD
     if world is None:
         raise RuntimeError(f"there is no world of which the ranks {list(ranks)} could be; call launch() first")
+    # The digest keeps names short for groups of thousands of ranks.
     numbers = hashlib.blake2b(" ".join(map(str, ranks)).encode(), digest_size=12).hexdigest()
     made = _MADE.setdefault(world, Counter())
+    # Making a group is collective over its ranks, so all of them have counted the same calls and agree without a
+    # message.
     made[numbers] += 1
     return f"par_groups/{numbers}/{made[numbers]}"

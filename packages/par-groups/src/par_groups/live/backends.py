@@ -1,6 +1,6 @@
 """Capabilities of a group's backend, for each kind of device."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -80,10 +80,12 @@ def check_collectives(
     if name in _COMPLETE or dist.get_world_size(group) == 1:
         return
     for collective in collectives:
-        if _has_method(group, collective):
+        # A process group in Python that overrides the method implements the collective, and needs no trial.
+        own, base = type(group), dist.ProcessGroup
+        if any(getattr(own, name, None) is not getattr(base, name, None) for name in _METHODS[collective]):
             continue
         try:
-            _TRIALS[collective](group, device)
+            _try(collective, group, device)
         except (RuntimeError, NotImplementedError) as error:
             raise ValueError(
                 f"{what} needs {collective}, which the backend {name!r} of ranks {dist.get_process_group_ranks(group)} "
@@ -91,35 +93,21 @@ def check_collectives(
             ) from error
 
 
-def _has_method(group: dist.ProcessGroup, collective: Collective) -> bool:
-    """Return whether the class of a process group in Python implements a collective."""
-    own, base = type(group), dist.ProcessGroup
-    return any(getattr(own, name, None) is not getattr(base, name, None) for name in _METHODS[collective])
-
-
-def _numbers(group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
-    return torch.zeros(dist.get_world_size(group), device=device)
-
-
-def _try_reduce_scatter(group: dist.ProcessGroup, device: torch.device) -> None:
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its name before torch 2.13
-    scatter(torch.zeros(1, device=device), _numbers(group, device), group=group)
-
-
-def _try_all_gather(group: dist.ProcessGroup, device: torch.device) -> None:
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
-    gather(_numbers(group, device), torch.zeros(1, device=device), group=group)
-
-
-_TRIALS: dict[Collective, Callable[[dist.ProcessGroup, torch.device], object]] = {
-    "all_reduce": lambda group, device: dist.all_reduce(_numbers(group, device), group=group),
-    "broadcast": lambda group, device: dist.broadcast(_numbers(group, device), group=group, group_src=0),
-    "all_gather": _try_all_gather,
-    "reduce_scatter": _try_reduce_scatter,
-    "all_to_all": lambda group, device: dist.all_to_all_single(
-        _numbers(group, device), _numbers(group, device), group=group
-    ),
-}
+def _try(collective: Collective, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Run a collective on one number per rank."""
+    number, numbers = torch.zeros(1, device=device), torch.zeros(dist.get_world_size(group), device=device)
+    if collective == "all_reduce":
+        dist.all_reduce(number, group=group)
+    elif collective == "broadcast":
+        dist.broadcast(number, group=group, group_src=0)
+    elif collective == "all_gather":
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+        gather(numbers, number, group=group)
+    elif collective == "reduce_scatter":
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its name before 2.13
+        scatter(number, numbers, group=group)
+    else:
+        dist.all_to_all_single(torch.empty_like(numbers), numbers, group=group)
 
 
 def sendable(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

@@ -60,6 +60,7 @@ class HostCopy:
         if self.source is None or self.host is not None:
             return
         out, _ = self._streams
+        # Only the driver of an accelerator can pin memory. Without one, a device module of a test makes the copies.
         self.host = torch.empty(self.source.shape, dtype=self.source.dtype, pin_memory=torch.accelerator.is_available())
         # The tensor is complete only when the computing stream has reached this point.
         out.wait_stream(self._module.current_stream(self._device))

@@ -172,6 +172,7 @@ def _slurm(get: _Variables) -> Launch:
     tasks = "SLURM_STEP_NUM_TASKS" if get.first("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
     hosts = get.first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
     address = get.first("MASTER_ADDR") or (first_host(hosts) if hosts else get.text("SLURM_STEP_NODELIST", "srun"))
+    # SLURM writes tasks per node as "4(x2),3". The number of the first node stands for all nodes.
     per_node = re.match(r"\d+", get.first("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE") or "1")
     job = get.number("SLURM_JOB_ID", "srun", 0)
     return Launch(

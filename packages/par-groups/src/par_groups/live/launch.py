@@ -129,6 +129,7 @@ def launch(
     )
     chosen = _device(device, place.local_rank)
     if chosen.type != "cpu":
+        # Every process begins with device 0. NCCL and all code that names only the kind of device use the current one.
         torch.accelerator.set_device_index(chosen)
     backend = backend or default_backend(chosen)
     check_nccl(backend, chosen, place.rank)

@@ -67,6 +67,7 @@ def _add_file(logger: logging.Logger, path: Path) -> None:
     present = {handler.baseFilename for handler in logger.handlers if isinstance(handler, logging.FileHandler)}
     if str(path.absolute()) not in present:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # With the delay, a rank that logs nothing makes no file.
         handler = logging.FileHandler(path, delay=True)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         logger.addHandler(handler)

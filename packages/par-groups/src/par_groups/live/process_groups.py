@@ -74,9 +74,12 @@ class ProcessGroups:
         self._groups: dict[Key, dist.ProcessGroup] = {}
         self._channels: dict[Key, tuple[dist.ProcessGroup, ...]] = {}
         self._names: dict[Key, str] = {}  # the first name that each was asked for by
+        # With an own backend or timeout, even the group of all ranks needs a communicator of its own.
         self._shared_world = backend is None and timeout is None
         declared = tuple(declare)
         _check_topologies(topology, declared, self.device)
+        # Making a group is collective over the world. The ranks have just compared their topologies, so they all make
+        # the same groups in this order.
         for axes in (*topology.axes, *topology.products, *topology.declared):
             self._make(axes)
         for view in topology.views.values():
@@ -309,6 +312,7 @@ def _check_topologies(topology: Topology, declared: Sequence[Axes | Channels], d
     if not _is_same_everywhere(digest, device):
         said = [(text, own)] * dist.get_world_size()
         dist.all_gather_object(said, (text, own))
+        # Versions come first: different versions may write equal topologies as different texts.
         different = clash([theirs for _, theirs in said])
         if different is not None:
             raise ValueError(different)
@@ -318,6 +322,7 @@ def _check_topologies(topology: Topology, declared: Sequence[Axes | Channels], d
         parts = [f"ranks {ranks[:4]}{'...' if len(ranks) > 4 else ''}: {theirs}" for theirs, ranks in holders.items()]
         if len(parts) > 1:
             raise ValueError("the ranks have different topologies; give all of them the same. " + "; ".join(parts))
+    # Here all ranks have the same problem, or else their digests would have differed above.
     if problem is not None:
         raise ValueError(problem)
 

@@ -108,6 +108,7 @@ def label_of(description: str) -> str:
 
 def _operation(entry: Mapping[str, Any]) -> Operation:
     is_message = bool(entry["is_p2p"])
+    # torch writes the backend and the variant into the name, as in "nccl:_reduce_scatter_base".
     kind = str(entry["profiling_name"]).rpartition(":")[2].strip("_")
     return Operation(
         number=int(entry["p2p_seq_id"] if is_message else entry["collective_seq_id"]),

@@ -13,6 +13,9 @@ _DISTRIBUTIONS = (
     "par-precision",
     "par-recompute",
     "par-checkpoint",
+    "par-data",
+    "par-diagnosis",
+    "par-plan",
     "par-train",
 )
 

@@ -30,6 +30,7 @@ class Vote:
         if self._device.type == "cpu":
             return int(largest)
         before, self._sent = self._sent, copy_to_host(largest)
+        # The first step has no result to read yet; 0 is the number of a rank that requests nothing.
         if before is None:
             return 0
         before[1].synchronize()

@@ -55,6 +55,7 @@ def digest_of(named: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup | No
     for name, tensor in named:
         for segment in segments_of(tensor, name):
             for box in segment.sharding.boxes:
+                # Of several ranks with the same box, only the lowest one hashes it.
                 if box.owns(rank, ranks):
                     found = _hashed(box, box.of(tensor.detach()), segment.sharding.shape)
                     sums[segment.name] = _added(sums.get(segment.name), found)
@@ -76,6 +77,7 @@ def _added(one: tuple[int, ...] | None, other: tuple[int, ...]) -> tuple[int, ..
 def _hashed(box: Box, values: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the sums of the hashes of a box's elements, one for each word."""
     bits = values.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize])
+    # The row-major index in the full tensor of each element. Each dim multiplies what is there and adds its own index.
     index = torch.zeros((), dtype=torch.int64, device=values.device)
     for dim, (start, size) in enumerate(zip(box.start, box.size, strict=True)):
         places = torch.arange(start, start + size, device=values.device)
@@ -86,6 +88,7 @@ def _hashed(box: Box, values: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]
 def _mixed(index: Tensor, bits: Tensor, factor: int) -> Tensor:
     """Return a hash of each pair of numbers, int64: multiplications that wrap around, and shifts between them."""
     factor = factor - 2**64 if factor >= 2**63 else factor
+    # torch shifts int64 with its sign, so each shift is masked to the bits that an unsigned shift would leave.
     mixed = (index + 1) * factor
     mixed = (mixed ^ ((mixed >> 29) & 0x7FFFFFFFF)) + bits
     for shift in (32, 29):

@@ -96,7 +96,9 @@ def _spans(shape: Shape, mesh: DeviceMesh, placements: Sequence[Placement]) -> l
         parts, pieces = mesh.size(mesh_dim), split_factor(placement)
         if pieces is not None:
             dim = placement.dim % len(shape)  # type: ignore[attr-defined]  # a strided shard has one
-            spans[dim] = _strided_chunk(spans[dim], pieces, parts, index)
+            # FSDP over a dim that tensor parallelism shards later: the same chunk of each of the later shards.
+            later = [_chunk(spans[dim], pieces, piece) for piece in range(pieces)]
+            spans[dim] = _joined(span for piece in later for span in _chunk(piece, parts, index))
         elif isinstance(placement, Shard):
             dim = placement.dim % len(shape)
             spans[dim] = _chunk(spans[dim], parts, index)
@@ -114,12 +116,6 @@ def _chunk(spans: list[Span], parts: int, index: int) -> list[Span]:
     # torch.chunk rounds the size up, so the last chunks may be smaller, or empty.
     share = -(-total // parts)
     return _take(spans, min(index * share, total), min((index + 1) * share, total))
-
-
-def _strided_chunk(spans: list[Span], split_factor: int, parts: int, index: int) -> list[Span]:
-    """Return the same chunk of each of `split_factor` pieces: FSDP over a dim that tensor parallelism shards later."""
-    pieces = (_chunk(spans, split_factor, piece) for piece in range(split_factor))
-    return _joined(span for piece in pieces for span in _chunk(piece, parts, index))
 
 
 def _take(spans: list[Span], start: int, stop: int) -> list[Span]:
@@ -184,11 +180,7 @@ def _candidates(mesh: DeviceMesh, dims: int) -> Iterator[tuple[Placement, ...]]:
 
 def _geometry(sharding: Sharding) -> tuple[object, ...]:
     """Return what a DTensor can express of a sharding: shape, boxes and their positions in memory."""
-    return sharding.shape, *(
-        (box.start, box.size, box.offset, _steps(box), tuple(box.copies)) for box in sharding.boxes
-    )
-
-
-def _steps(box: Box) -> tuple[int, ...]:
     # No element depends on the stride of a dim of size 1, so records may have different ones.
-    return tuple(step for step, size in zip(box.stride, box.size, strict=True) if size > 1)
+    steps = [tuple(step for step, size in zip(box.stride, box.size, strict=True) if size > 1) for box in sharding.boxes]
+    boxes = zip(sharding.boxes, steps, strict=True)
+    return sharding.shape, *((box.start, box.size, box.offset, step, tuple(box.copies)) for box, step in boxes)

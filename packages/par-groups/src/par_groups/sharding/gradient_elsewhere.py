@@ -19,6 +19,7 @@ import torch
 from .._torch_private import may_share_data, tensor_members, without_torch_functions
 
 _T = torch.Tensor
+# Properties that return values or a view of them, and properties that depend on the shape.
 _OF_VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 _OF_SHAPES = {"shape", "ndim", "nbytes"}
 
@@ -56,10 +57,12 @@ class GradientElsewhere(torch.Tensor):
             RuntimeError: The operation reads or writes the gradient.
         """
         if func in _SHAPES or func in METADATA_OPERATIONS:
+            # Without this context, the call would return to this method.
             with without_torch_functions():
                 return func(*args, **(kwargs or {}))
         if func in _CONVERSIONS and isinstance(args[0], GradientElsewhere):  # `module.to` sets it as data
             return args[0]
+        # `module.to` sets as data what the conversion above has returned, the stand-in itself.
         if func == _T.data.__set__ and args[1] is args[0]:  # type: ignore[attr-defined]
             return None
         found = _first_in([*args, *(kwargs or {}).values()])

@@ -40,31 +40,21 @@ def gradients(
         if elsewhere is not None:
             raise RuntimeError(f"the gradient of {name!r} lives in {elsewhere}; ask that one's optimizer for gradients")
         if tensor.grad is not None:
-            yield from segments_of(tensor, name).views(_local(tensor.grad))
+            # A check of the type would import DTensor, for which a program without one need not pay.
+            to_local = getattr(tensor.grad, "to_local", None)
+            yield from segments_of(tensor, name).views(tensor.grad if to_local is None else to_local())
 
 
 def _named(
     source: torch.optim.Optimizer | torch.nn.Module | Iterable[tuple[str, torch.Tensor]],
-) -> Iterable[tuple[str, torch.Tensor]]:
-    if isinstance(source, torch.nn.Module):
-        return source.named_parameters()
-    if isinstance(source, torch.optim.Optimizer):
-        return _named_in_groups(source)
-    return source
-
-
-def _named_in_groups(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    for g, group in enumerate(optimizer.param_groups):
+) -> Iterator[tuple[str, torch.Tensor]]:
+    if not isinstance(source, torch.optim.Optimizer):
+        yield from source.named_parameters() if isinstance(source, torch.nn.Module) else source
+        return
+    for g, group in enumerate(source.param_groups):
         # torch keeps names only if the optimizer was given named parameters; otherwise their places identify them.
         names = group.get("param_names") or [f"param_groups.{g}.params.{i}" for i in range(len(group["params"]))]
         yield from zip(names, group["params"], strict=True)
-
-
-def _local(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the local part of a gradient, which may be a DTensor."""
-    # A check of the type would import DTensor, for which a program without one need not pay.
-    to_local = getattr(gradient, "to_local", None)
-    return gradient if to_local is None else to_local()
 
 
 def set_gradient_elsewhere(parameter: torch.Tensor, where: str) -> None:
@@ -215,6 +205,7 @@ def settle_(tensors: Iterable[torch.Tensor]) -> None:
 
 def _call(tensors: Iterable[torch.Tensor], attribute: str) -> None:
     """Call each callback that is registered for some of the tensors once."""
+    # One callback may be registered for several of the tensors, and receives them in one call.
     called: dict[Registration, list[torch.Tensor]] = {}
     for tensor in tensors:
         registrations: Sequence[Registration] = getattr(tensor, attribute, ())

@@ -120,11 +120,13 @@ class Claims:
     def boxes(self) -> bytes:
         """Return the rows as bytes, which are equal for equal rows."""
         rows = sorted(self.rows.items())
+        # The head has the numbers of dims and rows, by which `with_boxes` splits the flat numbers again.
         head = torch.tensor([len(rows)] + [n for dims, found in rows for n in (dims, len(found))], device="cpu")
         return zlib.compress(b"".join(bytes_of(part.contiguous()) for part in (head, *(found for _, found in rows))), 1)
 
     def with_boxes(self, boxes: bytes) -> "Claims":
         """Return the claims of a rank with these tensors and with the rows in bytes from `boxes`."""
+        # The bytes are copied, because torch warns about a tensor over memory that it may not write.
         raw = torch.frombuffer(bytearray(zlib.decompress(boxes)), dtype=torch.int64)
         count = int(raw[0])
         at, rows = 1 + 2 * count, {}

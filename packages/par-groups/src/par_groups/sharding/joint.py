@@ -48,6 +48,7 @@ class JointOptimizer(Optimizer):
                     )
         self.optimizers = optimizers
         self._state = _JointState(optimizers)
+        # `Optimizer.__setstate__` reads the defaults.
         self.__dict__["defaults"] = {}
         self.__setstate__({})  # makes room for hooks; Optimizer's constructor would make param groups of its own
 
@@ -71,6 +72,7 @@ class JointOptimizer(Optimizer):
             Return value of the closure.
         """
         loss = None
+        # Each optimizer would call the closure again, so it is called here and not passed on.
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -90,6 +92,7 @@ class JointOptimizer(Optimizer):
     def __getattr__(self, name: str) -> Any:
         """Return `train` or `eval` over all schedule-free optimizers, if any optimizer has these modes."""
         switches = []
+        # While an object is unpickled it has no `optimizers` yet, and a plain access would call this method again.
         if name in {"train", "eval"}:
             switches = [getattr(one, name) for one in self.__dict__.get("optimizers", ()) if hasattr(one, name)]
         if not switches:

@@ -145,8 +145,11 @@ class _Said:
         sources = torch.arange(len(alike), device="cpu").repeat_interleave(counts)
         table = torch.tensor([number for number, _ in alike], dtype=torch.int64, device="cpu").repeat_interleave(counts)
         statements, which = _unique(torch.cat([table[:, None], rows[:, :3]], 1))
+        # Rows of one statement follow each other in this order.
         order = which.argsort(stable=True)
         of_table, first, step, length = statements.unbind(1)
+        # A statement's k-th tensor is in its table at the place first + k * step; all tables follow each other in
+        # `numbers`.
         place = _ranges(torch.zeros_like(length), length)  # within each statement
         starts = _begins(torch.tensor([len(each) for each in numbers], dtype=torch.int64, device="cpu"))
         at = (starts[of_table] + first).repeat_interleave(length) + place * step.repeat_interleave(length)
@@ -256,6 +259,7 @@ def _unique(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the distinct rows in lexicographic order, and the index of each given row among them."""
     # `torch.unique(dim=0)` would create a tensor object for every row.
     order = torch.arange(len(rows), device="cpu")
+    # Stable sorts from the last column to the first give the lexicographic order.
     for column in range(rows.shape[1] - 1, -1, -1):
         order = order[rows[order, column].argsort(stable=True)]
     ordered = rows[order]

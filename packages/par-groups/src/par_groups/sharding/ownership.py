@@ -48,7 +48,11 @@ def check_owned(named: Iterable[tuple[str, Sharding]], group: dist.ProcessGroup 
     """
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     members, rank = frozenset(ranks), dist.get_rank()
-    mine = [_Entry(name, record.shape, record.owned(rank, members), _digest(record)) for name, record in named]
+    mine = []
+    for name, record in named:
+        # Python's hash of numbers is the same in every process, unlike that of texts.
+        boxes = hash(tuple((box.start, box.size, box.copies) for box in record.boxes))
+        mine.append(_Entry(name, record.shape, record.owned(rank, members), boxes))
     if _are_sums_right(mine, group) or _are_digests_right(mine, group):
         return
     by_rank: list[list[_Entry]] = [mine] * len(ranks)
@@ -66,11 +70,6 @@ def check_owned(named: Iterable[tuple[str, Sharding]], group: dist.ProcessGroup 
                 f"the {len(ranks)} ranks of the group own {owned} elements of {name!r}, which has {numel}: "
                 "its boxes' copies are wrong, or the group does not hold all of it"
             )
-
-
-def _digest(sharding: Sharding) -> int:
-    """Return a hash of the boxes and their copies. It hashes only numbers, so that every process has the same value."""
-    return hash(tuple((box.start, box.size, box.copies) for box in sharding.boxes))
 
 
 def _are_sums_right(mine: Sequence[_Entry], group: dist.ProcessGroup | None) -> bool:

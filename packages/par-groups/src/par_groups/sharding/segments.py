@@ -63,6 +63,8 @@ class Segments:
         segments: Segments in buffer order, with distinct names.
         derived: Whether the buffer is computed from the parameters with these names before every use. A checkpoint that
             contains the parameters need not contain a derived buffer. Default: False.
+        apart: Whether parameters of the buffer may differ in the scalars of their state, such as a count of steps; then
+            the state has a slot `SCALARS`. Default: False.
 
     Raises:
         ValueError: Two segments have the same name.

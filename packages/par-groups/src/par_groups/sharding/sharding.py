@@ -225,6 +225,7 @@ def _within(box: Box, start: int, stop: int) -> Iterator[Box]:
 
 def _runs(box: Box, dim: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
     """Split one dim into single indices that are partly in the range, and the run of indices completely inside it."""
+    # An index is touched if any of its elements is in the range, and inside if all of them are. `-(-a // b)` rounds up.
     size, stride = box.size[dim], box.stride[dim]
     last = box.last - (size - 1) * stride  # the highest element of index 0
     touched_from = max(0, -(-(start - last) // stride))

@@ -94,6 +94,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left.t(), right)
         return
     blocks = n // _BLOCK
+    # All operands are views: each block of rows of the total has its part of `left`, and all blocks share `right`.
     total.unflatten(0, (blocks, _BLOCK)).baddbmm_(
         left.t().unflatten(0, (blocks, _BLOCK)), right.expand(blocks, rows, k)
     )

@@ -92,6 +92,7 @@ def parse(parallel: Mapping[str, Any] | None, world_size: int) -> Layout:
 
 def check_size(what: str, size: object, *, inferred: bool = False) -> None:
     """Raise ValueError unless `size` is a whole number of at least 1, or -1 where it can be inferred."""
+    # True is an int in Python, and would count as a size of 1.
     if isinstance(size, bool) or not isinstance(size, int):
         raise ValueError(f"{what} is {size!r}; it must be a whole number")
     if size < 1 and not (inferred and size == -1):

@@ -37,6 +37,7 @@ def own_axis(given: Mapping[str, int | None], cut_over: object) -> int:
         allowed = f"1 or {tensor}, the size of the tensor axis" if tensor > 1 else "1, as the tensor axis has one rank"
         raise ValueError(f"parallel expert.tensor is {cut_over!r}; an expert can be cut over {allowed}")
     ranks = known["expert"] * cut_over
+    # The smallest axis with which the ranks of a stage are a multiple of the ranks of the experts.
     return ranks // math.gcd(ranks, known["sequence"] * tensor)
 
 

@@ -83,6 +83,7 @@ def split_by_mode(axis: str, mode: str, size: int, options: Mapping[str, Any]) -
 
 
 def _check_options(axis: str, mode: str, function: ModeFunction, options: Mapping[str, Any]) -> None:
+    # The first parameter is the size of the group, all others are options.
     parameters = list(inspect.signature(function).parameters.values())[1:]
     # A mode that takes any option checks its options itself.
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):

@@ -63,6 +63,7 @@ class Topology:
     def __init__(self, axes: Mapping[str, int] | Iterable[tuple[str, int]], world_size: int | None = None) -> None:
         self._axes: dict[str, Axis] = {}
         pairs = _checked_pairs(axes, world_size)
+        # Neighbours on an axis are as many ranks apart as all faster axes have together.
         stride = math.prod(size for _, size in pairs)
         for name, size in pairs:
             stride //= size
@@ -275,6 +276,7 @@ class Topology:
         if axis not in self._axes:
             raise ValueError(f"cannot split {axis!r}: it is no unsplit axis; {suggest(axis, self._axes)}")
         inside = Topology(parts, self._axes[axis].size)
+        # The name of the split axis stays in use, for the product of its parts.
         names = [name for name in self._names() if name != axis]
         for name in inside.axes:
             if name in names or name == axis:
@@ -290,6 +292,7 @@ class Topology:
             product: tuple(part for leaf in leaves for part in (inside.axes if leaf == axis else (leaf,)))
             for product, leaves in products.items()
         }
+        # A part may have the name of an axis of a view, and must then have the same ranks.
         new._check_views()
         return new
 
