@@ -29,6 +29,7 @@ from .norm.ownership import Ownership, tensors_in
 
 def is_own(module: nn.Module, optimizer: Optimizer) -> bool:
     """Return whether the optimizer holds the module's parameters, and not another package's masters."""
+    # Tensors compare by element, so they are looked up by identity.
     own = {id(parameter) for parameter in module.parameters()}
     return all(id(tensor) in own for group in optimizer.param_groups for tensor in group["params"])
 
@@ -41,6 +42,7 @@ def check(module: nn.Module, optimizer: Optimizer, precision: str, *, accumulate
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"the optimizer is of type {type(optimizer).__name__}; give a torch.optim.Optimizer")
+    # The second call may get the wrapper, or the user's own optimizer that a wrapper holds.
     if isinstance(optimizer, MixedOptimizer) or AROUND in optimizer.__dict__:
         inside = optimizer.inner if isinstance(optimizer, MixedOptimizer) else optimizer
         raise ValueError(
@@ -101,6 +103,7 @@ def _check_units(module: nn.Module, precision: str) -> None:
     FSDP2 gathers the parameters of a module that was passed to `fully_shard` in one dtype, and raises in the forward.
     """
     kept = kept_tensors(module, precision_of(precision).weights or torch.float32)
+    # Without a DTensor that keeps its dtype there is no unit to check, and FSDP is not imported.
     if not any(name in kept and is_dtensor(parameter) for name, parameter in module.named_parameters()):
         return
     from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415 - only a model of DTensors pays for the import
@@ -108,6 +111,7 @@ def _check_units(module: nn.Module, precision: str) -> None:
     unit_of: dict[str, str] = {}
     for unit, part in module.named_modules():  # the outer units first
         if issubclass(type(part), FSDPModule):
+            # An inner unit is visited after the unit around it and takes its own parameters over.
             unit_of |= {f"{unit}.{name}" if unit else name: unit for name, _ in part.named_parameters()}
     cast = {unit for name, unit in unit_of.items() if name not in kept}
     for name, unit in unit_of.items():
@@ -211,5 +215,6 @@ def check_all(problem: Exception | None, text: str, lack: str, group: dist.Proce
     """Raise an error on every rank if a rank has a problem, if settings differ, or if all ranks lack a layer."""
     every = agree(problem, (text, lack), *([] if group is None else [group]))
     check_alike({rank: chosen for rank, (chosen, _) in every.items()}, "settings")
+    # A rank without such a layer is fine, as a pipeline stage may be; none on any rank is a mistake.
     if all(theirs for _, theirs in every.values()):
         raise ValueError(lack)

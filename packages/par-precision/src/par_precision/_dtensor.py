@@ -31,6 +31,7 @@ def cut_like(local: Tensor, tensor: Tensor) -> Tensor:
 
     Else the local tensor.
     """
+    # State of another shape, such as a count of steps, belongs to the parameter as a whole and is not sharded.
     if not is_dtensor(tensor) or local.shape != local_tensor_of(tensor).shape:
         return local
     return type(tensor).from_local(
@@ -50,11 +51,13 @@ def local_gradient(tensor: Tensor) -> Tensor | None:
     which is a collective over its mesh.
     """
     gradient = tensor.grad
+    # A look at the type settles the usual case, without a search for attributes.
     if gradient is None or type(gradient) is Tensor or not is_dtensor(gradient):
         return gradient
     placements = spec_of(tensor).placements  # only DTensors have such gradients
     if spec_of(gradient).placements == placements:
         return local_tensor_of(gradient)
+    # The redistributed gradient stays in place, so that a second look in the same step communicates nothing.
     tensor.grad = gradient.redistribute(placements=placements)
     return local_part(tensor.grad)
 

@@ -149,14 +149,17 @@ def convert_to_float8_(
     check_chosen(module, chosen)
     for layer in layers.values():
         check_float8(layer.weight.device)
+    # All checks are done, so from here on nothing raises with half of the model converted.
     swapped: dict[nn.Module | None, nn.Module] = {}
     for layer in layers.values():
         if type(layer) is nn.Linear:
+            # The constructor allocates nothing on "meta", and the next line replaces all that it has set.
             converted = Float8Linear(layer.in_features, layer.out_features, bias=False, group=group, device="meta")
             converted.__dict__.update(layer.__dict__)  # parameters, hooks, mode: all that makes this layer this one
             swapped[layer] = converted
         else:
             layer.linear = partial(float8_linear, group=group, layer=layer)
+    # A layer may be used under several names, and each of them must lead to the converted layer.
     for parent in list(module.modules()):
         for name, child in child_modules(parent).items():
             if child in swapped:
@@ -252,6 +255,8 @@ class _Float8Product(torch.autograd.Function):
         output = _product(inputs8, weight8.t(), inputs.dtype, fast=True)[: inputs.shape[:-1].numel()]
         if bias is not None:
             output += bias
+        # The input is saved in float8. The weight is saved itself, with the maximum that casts it again without a
+        # collective.
         ctx.save_for_backward(*inputs8, weight, largest[1])
         ctx.group, ctx.hook = group, hook
         ctx.shape, ctx.dtype, ctx.bias = inputs.shape, inputs.dtype, bias is not None and bias.dtype
@@ -266,6 +271,7 @@ class _Float8Product(torch.autograd.Function):
         gradient8 = _cast(rows, BACKWARD, _largest(ctx.group, rows)[0])
         inputs_gradient = weight_gradient = bias_gradient = None
         if ctx.needs_input_grad[0]:
+            # Both operands have their inner dim contiguous, so (out, in) is turned around for a product over `out`.
             product = _product(gradient8, _cast(weight, FORWARD, largest).turned(), ctx.dtype)
             inputs_gradient = product[: ctx.shape[:-1].numel()].view(ctx.shape)
         if ctx.needs_input_grad[1]:
@@ -317,6 +323,7 @@ def _largest(group: dist.ProcessGroup | None, *tensors: Tensor) -> Tensor:
     Returns:
         (number of tensors) in fp32.
     """
+    # One pass finds both ends, where `abs().amax()` would first write a tensor of absolute values.
     ends = [torch.aminmax(tensor) for tensor in tensors]
     largest = torch.stack([torch.maximum(high, -low) for low, high in ends]).float()
     largest.masked_fill_(largest.isnan(), torch.inf)  # not every backend's MAX passes a NaN on
@@ -328,5 +335,6 @@ def _largest(group: dist.ProcessGroup | None, *tensors: Tensor) -> Tensor:
 def _rows(tensor: Tensor) -> Tensor:
     """Reshape (..., n) to (rows, n) and pad with rows of zeros to a multiple of 16, at least 16."""
     rows = tensor.reshape(-1, tensor.shape[-1])
+    # Zero rows become 16, because the product takes no empty matrix.
     missing = -rows.shape[0] % MULTIPLE if rows.shape[0] else MULTIPLE
     return functional.pad(rows, (0, 0, 0, missing)) if missing else rows

@@ -102,7 +102,12 @@ class Masters(Weights):
         self._by_id = {id(pair.parameter): pair for pair in self._pairs}
         # Accumulated gradients are in fp32 already, so smaller buckets would save no memory.
         buckets = [self._pairs] if accumulate else list(_buckets(self._pairs, bucket))
-        self._buckets = [(bucket, _by_kind(bucket)) for bucket in buckets]
+        self._buckets: list[tuple[list[Pair], list[list[Pair]]]] = []
+        for pairs in buckets:
+            kinds: dict[str, list[Pair]] = {}
+            for pair in pairs:
+                kinds.setdefault(pair.kind, []).append(pair)
+            self._buckets.append((pairs, list(kinds.values())))
 
     def watch(self, module: nn.Module) -> None:
         """Follow gradients, and what is written to the parameters from outside. To be called after the cast.
@@ -126,6 +131,7 @@ class Masters(Weights):
     @torch.no_grad()
     def gradients(self) -> CountedGradients:
         """Return the existing gradients, in their own dtype or accumulated in fp32; in fp32 if one bucket holds all."""
+        # One bucket that holds everything is widened now. Several are widened one by one in the step, to save memory.
         if len(self._buckets) == 1 and not self._accumulate:
             return _widen(self._buckets[0][1])
         if self._accumulate:
@@ -166,6 +172,7 @@ class Masters(Weights):
         then replaces the sum, as on any parameter.
         """
         for pair in self._shown:
+            # The stand-in is still in place, so the program has neither dropped nor replaced the gradient.
             if pair.parameter.grad is self._stand_ins[pair]:
                 pair.parameter.grad = None
             else:
@@ -244,6 +251,7 @@ class Masters(Weights):
         Raises:
             RuntimeError: The program has written both.
         """
+        # A program that has written masters is served first; what it has written to parameters follows below.
         self.publish_written()
         for pair, before, now in zip(self._pairs, self._versions, self._current_versions(), strict=True):
             if before != now or attributes.HAS_ALIAS.of(pair.parameter):
@@ -382,13 +390,6 @@ def _buckets(pairs: Sequence[Pair], limit: int) -> Iterator[list[Pair]]:
         yield bucket
 
 
-def _by_kind(pairs: Iterable[Pair]) -> list[list[Pair]]:
-    kinds: dict[str, list[Pair]] = {}
-    for pair in pairs:
-        kinds.setdefault(pair.kind, []).append(pair)
-    return list(kinds.values())
-
-
 def _widen(kinds: Iterable[Sequence[Pair]]) -> CountedGradients:
     """Set the masters' gradients in fp32, with the layout of the masters.
 
@@ -408,12 +409,14 @@ def _widen(kinds: Iterable[Sequence[Pair]]) -> CountedGradients:
         if not alike:
             continue
         master, counted = alike[0].master, alike[0].counted
+        # Each view has the strides of its master, so that the optimizer finds both in one memory order.
         size, stride = (len(alike), *master.shape), (master.numel(), *master.stride())
         wide = torch.empty_strided(size, stride, dtype=torch.float32, device=master.device)
         views = wide.unbind()
         _copy_(views, gradients)
         for pair, view in zip(alike, views, strict=True):
             pair.master.grad = view
+        # The norm takes one tensor of many gradients faster than many tensors.
         if counted is EVERYTHING:
             counted_gradients.append((EVERYTHING, wide))
         else:

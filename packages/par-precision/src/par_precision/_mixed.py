@@ -127,6 +127,7 @@ def mixed(
     """
     problem: Exception | None = None
     lack = ""
+    # These stand in if a check below raises: the error must reach the collective that all ranks take part in.
     chosen, ownership, loss_scale = Precision(), Ownership(group), None
     try:
         if clip_norm is not None and clip_value is not None:
@@ -217,6 +218,7 @@ def _prepared(
         copies = Masters(module, optimizer, ownership, accumulate=masters.accumulate, bucket=masters.bucket)
     if own:
         _cast_(module, precision.weights)
+    # Converted after the cast: a Float8Linear shares the parameters of the layer that it replaces.
     if precision.float8 and layers_of(module, float8_layers):
         module = convert_to_float8_(module, float8_layers)
     if copies is not None:

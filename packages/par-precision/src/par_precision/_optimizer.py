@@ -143,6 +143,7 @@ class MixedOptimizer(Optimizer):
                 several ranks and no group over which to sum the weights.
         """
         scaled = self.scale(loss, weight)
+        # Backward adds to what it finds in `parameter.grad`, which may be the stand-in of an earlier pass.
         self._weights.take_stand_ins()
         with self._policy.backward():
             scaled.backward(gradient, retain_graph, create_graph, inputs=inputs)
@@ -201,7 +202,10 @@ class MixedOptimizer(Optimizer):
                 loss = closure()
         norm, divisor = self._summed()
         step = Step(grad_norm=norm, skipped=(norm - norm) != 0)  # `isfinite` takes twice as many operations
-        if not self._host_decides():
+        # The host decides about a skip on CPUs, and if the optimizer cannot decide or decides wrongly: fused SGD that
+        # skips a tensor's very first step keeps a momentum for it that nobody has written.
+        lacks_momentum = not self._momentum_wanted() <= self._have_momentum
+        if not (self._reads_freely or not self._is_fused() or lacks_momentum):
             self._update(step, divisor, step.skipped.float())
         elif not bool(step.skipped):
             # Only the host knows here that the step really happens, so only here momentum is certain to be written.
@@ -210,6 +214,7 @@ class MixedOptimizer(Optimizer):
         else:
             self._weights.forget()
         self.last = step
+        # The counters come after the step: the random numbers of a rounded step depend on the number of steps before.
         self.scaling.update(step.skipped, self.scaling.loss_weights.empty)
         for schedule in self._schedules:
             schedule.note(step.skipped)
@@ -337,6 +342,7 @@ class MixedOptimizer(Optimizer):
 
         A method may write the optimizer's tensors. After each call, parameters that are rounded copies are updated.
         """
+        # While an object is unpickled it has no `inner` yet, and a plain access would call this method again.
         inner = self.__dict__.get("inner")
         if inner is None or name.startswith("_"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
@@ -375,6 +381,7 @@ class MixedOptimizer(Optimizer):
     def _summed(self) -> tuple[Tensor, Tensor | None]:
         """Return the norm of all gradients and their divisor, both fp64 scalars; the divisor is None if it is 1."""
         weights = self.scaling.loss_weights
+        # The only collective of a step: squares and loss weights of all ranks, so that every rank decides alike.
         totals = self.sums.totals(counted_parts(self._weights.gradients()), weights, self.group)
         divisor = weights.divide_(totals)
         if self.scaling.scale is not None:
@@ -396,6 +403,7 @@ class MixedOptimizer(Optimizer):
         else:
             factor = clip_coefficient(step.grad_norm, self._clip.norm)
             factor = factor if divisor is None else factor / divisor
+        # Kernels only divide, so gradients with a limit for their elements are changed before the step.
         fused = self._is_fused()
         in_kernels = fused and self._clip.value is None
         grad_scale = factor.reciprocal().float() if in_kernels and factor is not None else None
@@ -409,19 +417,13 @@ class MixedOptimizer(Optimizer):
                 self.inner.found_inf = found_inf  # type: ignore[attr-defined]
             self._weights.step(change, self.scaling.steps)
         finally:
+            # A later step without these values must not find those of this one.
             for name in ("grad_scale", "found_inf"):
                 self.inner.__dict__.pop(name, None)
 
     def _is_fused(self) -> bool:
         """Return whether the optimizer's kernels accept a divisor and a skip."""
         return takes_scale(self.inner) and all(group.get("fused", True) for group in self.param_groups)
-
-    def _host_decides(self) -> bool:
-        """Return whether the host decides about a skip: on CPUs, and if the optimizer cannot decide or decides wrongly.
-
-        Fused SGD that skips a tensor's very first step keeps a momentum for it that nobody has written.
-        """
-        return self._reads_freely or not self._is_fused() or not self._momentum_wanted() <= self._have_momentum
 
     def _momentum_wanted(self) -> set[int]:
         """Return the ids of the tensors that SGD is about to step."""

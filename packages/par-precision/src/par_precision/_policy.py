@@ -63,6 +63,7 @@ class Policy:
         Raises:
             RuntimeError: DDP around a module whose gradients are taken before it averages them.
         """
+        # The outermost module casts inputs and outputs, so modules within it pass tensors as they are.
         if self._here.inside:
             return forward(*args, **keywords)
         if self._takes_gradients and inside_ddp():
@@ -76,22 +77,20 @@ class Policy:
         if weights is not None:
             args = tuple(_cast(value, weights) for value in args)
             keywords = {name: _cast(value, weights) for name, value in keywords.items()}
+        autocast = self._precision.autocast
+        context = self.backward() if autocast is None else torch.autocast(self._device, autocast)
         self._here.inside = True
         try:
-            with self._context():
+            with context:
                 output = forward(*args, **keywords)
         finally:
             self._here.inside = False
         if self._at_backward is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            # The hook runs at the first output that backward reaches, so before any parameter's gradient is added.
             leaves = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
             if leaves:
                 torch.autograd.graph.register_multi_grad_hook(leaves, self._at_backward, mode="any")
         return output if self._output_dtype is None else _cast(output, self._output_dtype, only=_HALF)
-
-    def _context(self) -> AbstractContextManager[Any]:
-        if self._precision.autocast is not None:
-            return torch.autocast(self._device, self._precision.autocast)
-        return self.backward()
 
 
 class _Here(threading.local):

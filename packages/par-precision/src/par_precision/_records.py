@@ -28,6 +28,7 @@ def is_record(value: Any) -> bool:
         return True
     if hasattr(kind, "__attrs_attrs__") or isinstance(value, torch.distributions.Distribution):
         return True
+    # Any other class counts as a record if it has no methods or properties, but for special ones such as `__init__`.
     own = [each for each in kind.__mro__ if each.__module__ != "builtins"]
     return bool(own) and not any(
         isinstance(member, FunctionType | property | classmethod | staticmethod) and not name.startswith("__")
@@ -60,5 +61,6 @@ def with_parts(record: Any, parts: dict[str, Any]) -> Any:
         elif isinstance(changed, list):
             changed[int(name)] = value
         else:
+            # A frozen dataclass refuses ordinary assignment, and the copy belongs to nobody yet.
             object.__setattr__(changed, name, value)
     return changed

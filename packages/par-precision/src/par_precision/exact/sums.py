@@ -154,6 +154,7 @@ class ExactSums(StepSums):
             hooks.forget()
         words = exact_squares(parts, top)
         losses = torch.full_like(top, weights.number)  # type: ignore[attr-defined]  # `use` has set these weights
+        # The squares are summed exactly as words, so their place in this vector is empty until the end.
         others = torch.cat((weights.beside(torch.zeros_like(top)), losses[None]))
         if not alone:
             dist.all_reduce(words, group=group)  # (3) in int64
@@ -174,6 +175,7 @@ class ExactSums(StepSums):
         here = [name for hooks in self._hooks for name in hooks.excess]
         for hooks in self._hooks:
             hooks.forget()
+        # Each rank knows only its own parameters that exceed the limit, and all raise the same error.
         everywhere = agree(None, here, *(() if group is None else (group,)))
         names = sorted({name for each in everywhere.values() for name in each})
         raise ValueError(

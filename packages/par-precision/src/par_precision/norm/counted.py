@@ -44,6 +44,7 @@ def counted(segments: Segments, numel: int, rank: int, ranks: Container[int]) ->
     flat: list[Box] = []
     with_gaps: list[Box] = []
     for box in sorted(owned, key=lambda box: box.offset):
+        # A box with gaps in memory cannot join its neighbours, and is summed by itself.
         if box.last - box.offset + 1 != box.numel:
             with_gaps.append(box)
         elif flat and flat[-1].last + 1 == box.offset:

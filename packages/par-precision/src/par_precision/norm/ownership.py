@@ -71,6 +71,7 @@ class Ownership:
             _check_uncut(segments)
         if not is_dtensor(tensor):
             return counted(segments, tensor.numel(), self.rank, self.ranks)
+        # The boxes of a DTensor have the same copies, so a rank owns all of them or none.
         owned = any(box.owns(self.rank, self.ranks) for segment in segments for box in segment.sharding.boxes)
         return EVERYTHING if owned else NOTHING
 

@@ -60,6 +60,7 @@ def _squares_on_cpu(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     for tensor in tensors:
         by_shape[tensor.shape].append(tensor)
     elements = sum(shape.numel() * len(alike) for shape, alike in by_shape.items())
+    # One scratch buffer serves all tensors, so that it stays in the cache.
     scratch = torch.empty(min(_BLOCK, elements), dtype=torch.float64)
     for shape, alike in by_shape.items():
         for flat in _flattened(shape.numel(), alike):

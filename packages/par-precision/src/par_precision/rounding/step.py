@@ -136,6 +136,7 @@ def _with_gradients(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Iterat
 def _step_piece_(
     optimizer: Optimizer, piece: Sequence[_Trained], step: int, options: StochasticStep, prepare: Prepare
 ) -> None:
+    # All copies of a piece are made together, and each stand-in then takes its own in the same order.
     stand_ins = [_StandIn(optimizer, trained, options.moments) for trained in piece]
     copies = iter(_floats_of([tensor for stand_in in stand_ins for tensor in stand_in.to_copy()]))
     try:
@@ -144,6 +145,7 @@ def _step_piece_(
         prepare([stand_in.tensor for stand_in in stand_ins])
         with _params_replaced(optimizer, stand_ins):
             bare_step(optimizer)(optimizer)
+        # State is kept only after the rounding: if the step raises, `leave` restores what was there before.
         round_all_([rounding for stand_in in stand_ins for rounding in stand_in.results()], options.seed, step)
         for stand_in in stand_ins:
             stand_in.keep()

@@ -101,6 +101,7 @@ def _round_tile_(target: Tensor, source: Tensor, state: Tensor, spare: Tensor) -
         grid = source + shift
     else:
         shift, grid = None, source
+    # A carry out of the dropped bits rounds up to the next number; its probability is the fraction in these bits.
     bits = _shift(state, 32 - dropped, spare).add_(grid.view(torch.int32)).bitwise_and_(-1 << dropped)
     rounded = bits.view(torch.float32)
     if shift is not None:

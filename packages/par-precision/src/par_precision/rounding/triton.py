@@ -124,6 +124,7 @@ def round_many(
         PART: Number of elements at a time of a block that is not aligned.
     """
     program = tl.program_id(0)
+    # A binary search for the last matrix whose first block is this program's or an earlier one.
     low = program * 0
     high = low + count - 1
     while low < high:

@@ -97,6 +97,7 @@ class LossWeights:
         divisor = mean / self.typical
         usable = (mean > 0) & (mean < math.inf) & ~differ
         self.empty = (mean == 0) & squares.isfinite()
+        # A power of two changes only the exponents of gradients, so the scale of a loss costs no digits.
         self.typical = torch.where(usable, mean.log2().round().exp2(), self.typical)
         return divisor
 

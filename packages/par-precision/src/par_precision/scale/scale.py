@@ -98,6 +98,7 @@ class DynamicScale:
             self._finite += 1  # all that happens in most steps; a look at it is free there
             return
         before = self.value, self._finite, self._patience
+        # All outcomes are computed on the device and selected there, so that the host reads nothing.
         bad = found_inf != 0
         finite = torch.where(bad, -self.late, self._finite + 1)
         grows = finite >= self.interval  # above it if the saved run had a longer interval

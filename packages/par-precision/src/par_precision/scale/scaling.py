@@ -74,6 +74,7 @@ class Scaling:
             self._in_a_row.zero_()
             return
         self._skipped += skipped
+        # Times 0 after a step that was not skipped, which ends the row.
         longer = (self._in_a_row + 1) * skipped
         self._in_a_row = longer if empty is None else torch.where(empty, self._in_a_row, longer)
         # A read makes the host wait for the device, so on a GPU it is done once per possible end of the run.

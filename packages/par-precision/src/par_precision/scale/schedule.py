@@ -35,6 +35,7 @@ class SkipAwareScheduler(LRScheduler):
             *args: Arguments of the wrapped scheduler's `step`, such as the metric of ReduceLROnPlateau.
             **keywords: Keyword arguments of the wrapped scheduler's `step`.
         """
+        # Without a step since the last call, the earlier decision holds.
         if self._skipped is not None:
             self._stands_still, self._skipped = bool(self._skipped), None
         if not self._stands_still:
