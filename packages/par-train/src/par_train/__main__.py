@@ -8,6 +8,7 @@ def main() -> int:
     try:
         from .run.output import open_missing_streams  # noqa: PLC0415 - so that Ctrl-C is caught
 
+        # Before anything else is opened: the next file would get the number of a missing stream.
         open_missing_streams()
         from .command.cli import main as command  # noqa: PLC0415
 

@@ -54,6 +54,14 @@ def test_options_that_make_no_sense():
     )
 
 
+def test_described_options_differ_if_a_dtype_differs():
+    """Ranks compare this text, and would hang in their first collective with different dtypes."""
+    precisions = [{"precision": "bf16", "output_dtype": dtype} for dtype in (torch.float32, torch.bfloat16)]
+    zeros = [{"stage": 1, "precision": {"reduce_dtype": dtype}} for dtype in (torch.float32, torch.bfloat16)]
+    assert len({StrategyOptions(precision=each).described() for each in precisions}) == 2
+    assert len({StrategyOptions(zero=each).described() for each in zeros}) == 2
+
+
 @pytest.mark.ranks(2, init=False)
 def test_what_cannot_be_made_leaves_nothing_running(monkeypatch):
     """Neither torch.distributed nor groups, whatever it is that fails."""

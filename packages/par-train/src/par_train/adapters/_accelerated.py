@@ -94,6 +94,8 @@ class ParScheduler(AcceleratedScheduler):  # type: ignore[misc]  # accelerate ha
     """
 
     def __init__(self, scheduler: Any, optimizers: Any, *, step_with_optimizer: bool, times: int) -> None:
+        # With this flag Accelerate steps once for each call, and `step` below counts the data ranks. Accelerate itself
+        # would count all ranks, also those that share a replica.
         super().__init__(scheduler, optimizers, step_with_optimizer, split_batches=True)
         self._times = times
 
@@ -138,6 +140,7 @@ class OverDataRanks:
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather as `Accelerator.gather_for_metrics`, over the data ranks."""
         try:
+            # Accelerate decides in this way whether it gathers tensors or objects.
             recursively_apply(lambda tensor: tensor, input_data, error_on_other_type=True)
         except TypeError:
             use_gather_object = True
@@ -145,6 +148,7 @@ class OverDataRanks:
             return super().gather_for_metrics(input_data)  # type: ignore[misc]
         parts: list[Any] = [None] * self.num_processes
         dist.all_gather_object(parts, input_data, group=self.strategy.groups[self.strategy.data_axes])
+        # The last batch of an epoch repeats samples until all data ranks have as many; the remainder is without them.
         every, state = [each for part in parts for each in part], self.gradient_state
         return every[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else every
 

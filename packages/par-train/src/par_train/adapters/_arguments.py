@@ -39,6 +39,7 @@ def check_arguments(args: Any, given: Mapping[str, Any] | Strategy | None) -> No
     """
     for name, instead in REFUSED.items():
         value = getattr(args, name, None)
+        # None is the default of DDP's options, and False is a choice.
         if value or (name.startswith("ddp_") and value is not None):
             raise ValueError(f"TrainingArguments has {name}={value!r}; leave it out and give {instead}")
     clip_norm = said(given, "clip_norm")

@@ -134,6 +134,8 @@ class ParAccelerator(OverDataRanks, Refusing, Accelerator):  # type: ignore[misc
         here = {id(each) for model in given if isinstance(model, nn.Module) for each in model.parameters()}
         for place, optimizer in enumerate(given):
             if isinstance(optimizer, Optimizer):
+                # A pipeline keeps only the parameters of this rank's stages, and `model.parameters()` of the user has
+                # only those.
                 given[place] = ParOptimizer(optimizer, held[place] & here, self.strategy.options.clip_norm)
                 self.scaler = given[place].scaling
         return {id(old): new for old, new in zip(objects, given, strict=True)}

@@ -99,6 +99,7 @@ class ParStrategy(DDPStrategy):  # type: ignore[misc]  # lightning may be absent
         place = self.distributed_sampler_kwargs
         sampler: Any = getattr(dataloader.batch_sampler, "sampler", dataloader.sampler)
         if isinstance(sampler, DistributedSamplerWrapper):
+            # Fabric has wrapped a sampler of the user's, whose draws are the ones to synchronize.
             sampler = sampler.dataset._sampler
         elif not isinstance(sampler, DistributedSampler):  # one order for all ranks, or the user's own rule
             sampler = None

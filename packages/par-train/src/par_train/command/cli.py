@@ -80,13 +80,19 @@ def _run(arguments: Sequence[str]) -> int:
     if command == "render":
         from .render import render  # noqa: PLC0415 - as above
 
+        # The file repeats the flags, so that they override its config on the cluster, too.
+        words: list[str] = []
+        for key, value in run_flags.items():
+            words += [f"--{'' if value else 'no-'}{key}"] if isinstance(value, bool) else [f"--{key}", value]
+        for key, text in parallel.items():
+            words += [f"--{key}", text]
         return render(
             given.scheduler,
             options,
             _own_options(RenderOptions, command, flags),
             command=shlex.join(["par-train", *arguments]),
             config=None if path is None else Path(path),
-            flags=[*_as_words(run_flags), *(word for key, text in parallel.items() for word in (f"--{key}", text))],
+            flags=words,
         )
     plan_options = _own_options(PlanOptions, command, flags)
     from .plan import plan  # noqa: PLC0415 - the formulas need torch
@@ -100,14 +106,6 @@ def _own_options(kind: type[OwnOptions], command: str, flags: Mapping[str, Any])
         if setting.default is dataclasses.MISSING and key not in flags:
             raise UserError(f"{setting.flag} is missing: {setting.help}; see par-train {command} --help")
     return load(kind, None, {key: flags[key] for key in settings(kind) if key in flags})
-
-
-def _as_words(flags: Mapping[str, Any]) -> list[str]:
-    """Return the words of a command line that set the flags."""
-    words: list[str] = []
-    for key, value in flags.items():
-        words += [f"--{'' if value else 'no-'}{key}"] if isinstance(value, bool) else [f"--{key}", value]
-    return words
 
 
 class _Parser(argparse.ArgumentParser):
@@ -141,6 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     render.add_argument("scheduler", choices=["slurm", "ray", "kubernetes"], help="whose file it is")
     for command, kinds in ((run, [Options]), (plan, [PlanOptions, Options]), (render, [RenderOptions, Options])):
+        # A flag has no default in argparse: one that is not given must not hide the value of the config file.
         command.formatter_class = argparse.RawDescriptionHelpFormatter
         command.epilog, command.allow_abbrev, command.argument_default = _EPILOG, False, argparse.SUPPRESS
         command.add_argument("config", nargs="?", metavar="CONFIG.toml", help=_CONFIG)

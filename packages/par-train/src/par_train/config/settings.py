@@ -113,6 +113,7 @@ def settings(options: Any) -> Mapping[str, Setting]:
     listed: dict[str, Setting] = {}
     hints = get_type_hints(options)
     for one in dataclasses.fields(options):
+        # A field that `option` has made has metadata. Any other one is a table: of options, or with free keys.
         if one.metadata:
             listed[one.name] = Setting(
                 name=f"--{one.name.replace('_', '-')}" if issubclass(options, FlagsAlone) else one.name,

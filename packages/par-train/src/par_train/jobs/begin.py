@@ -81,6 +81,7 @@ def find_start(options: Options, stop: Stop, held: ExitStack) -> Start:
         lock, found, origin = _look(options, held)
         digest = found.digest
     except UserError as error:
+        # The other ranks wait in this comparison, so a rank that cannot go on takes part in it once more.
         _compare(_Facts(error=str(error)))
         raise
     # Each of the comparisons below is reached by all ranks or by none, since a failed one raises on all.
@@ -185,6 +186,7 @@ def _compare(mine: _Facts) -> None:
     every = list(agree(None, mine, None).values())
     for rank, facts in enumerate(every):
         if facts.error is not None:
+            # A mistake that all ranks have found is not one rank's.
             common = all(each.error == facts.error for each in every)
             raise UserError(facts.error if common else f"rank {rank}: {facts.error}")
     others = [rank for rank, facts in enumerate(every) if facts.data != every[0].data]

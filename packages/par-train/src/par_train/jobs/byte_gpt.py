@@ -174,6 +174,7 @@ def gpt_stages(model: GPT, schedule: Schedule, rank: int) -> PipelineStages:
         children["tokens"] = model.tokens
     if first:
         children |= {"positions": model.positions, "dropout": model.dropout}
+    # The keys are the numbers of blocks in the full model, so that parameters keep their names.
     children["blocks"] = nn.ModuleDict({str(i): model.blocks[i] for run in runs.values() for i in run})
     if last:
         children |= {"norm": model.norm, "head": model.head}
@@ -206,6 +207,7 @@ def load_model(path: str | Path) -> GPT:
     Raises:
         ValueError: The folder holds no checkpoint, or its format is not this version's.
     """
+    # It raises for a folder that is no checkpoint of a run, before the options in it are read.
     load_state(Path(path))
     model = make_gpt(load_options_of(Path(path)).model)
     fill_(model, None)

@@ -249,6 +249,7 @@ def check_output(options: Options) -> None:
     files = options.files
     try:
         files.folder.mkdir(parents=True, exist_ok=True)
+        # Only a trial shows whether files can be made: permission bits say nothing about a read-only file system.
         with tempfile.TemporaryFile(dir=files.folder):
             present = files.present()
     except OSError as error:

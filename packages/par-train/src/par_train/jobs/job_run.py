@@ -100,6 +100,7 @@ class JobRun:
             peak_flops=None if options.peak_flops == "auto" else options.peak_flops,
         )
         facts = {"options": repr(options), "arguments": sys.argv[1:]}
+        # `one_traceback` around the whole job reports errors already.
         self._monitor = Monitor(strategy, files, policy, facts, report_errors=False)
         # The trainer reads its own batches, so the loop cannot time them.
         trainer.on_phase = lambda phase: self._monitor.clock.enter(self.loop.step, phase)
@@ -144,6 +145,7 @@ class JobRun:
         last = trainer.step == options.train.steps
         validates = trainer.step % options.train.validate_every == 0 or last
         writes = trainer.step % options.sample.every == 0 or last if options.sample.every else validates
+        # After a signal there is time for a checkpoint only.
         if (validates or writes) and not result.signal:
             self._monitor.clock.enter(self.loop.step, "validation")
         validation_loss = trainer.validate() if validates and not result.signal else None

@@ -70,8 +70,8 @@ def _start(options: Options, ranks: int) -> int:
 
     # The id in the folder's lock file tells this launch from earlier ones.
     launch = uuid.uuid4().hex
-    # -P: a folder of text may well hold a file called types.py, which must not be imported instead of Python's own.
     signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # what ranks inherit until they hear it; the launcher has no answer
+    # -P: a folder of text may well hold a file called types.py, which must not be imported instead of Python's own.
     command = ("-P", "-m", "par_train.jobs.rank", json.dumps(asdict(options)), str(os.getpid()))
     try:
         with _quiet_launcher(), block_stop_signals():

@@ -121,6 +121,7 @@ class Trainer:
         self.parameters = count_parameters(self.model, device)
         if folder is None:
             # The byte GPT checks its sizes when it is called. One batch raises now, before the run replaces another.
+            # `ByteGPT.prepare` splits rows along the sequence itself, so the loader must return complete ones.
             self._loader.transform = None
             self.model.eval()  # in training mode, routers would count tokens
             try:

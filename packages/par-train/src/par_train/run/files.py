@@ -111,6 +111,8 @@ def write_file(path: Path, data: bytes) -> None:
     with writing(path):
         try:
             new.write_bytes(data)
+            # The bytes must be on the disk before the name points to them, and the name before the caller relies on the
+            # file.
             sync_to_disk(new)
             new.replace(path)
         except OSError:

@@ -111,6 +111,7 @@ class TrainingLoop:
         """Remove what the folder has of a run that this one replaces, and open the records. Collective."""
         opened = self._opened
         self._log.open_trackers(self.step, fresh=opened.fresh)
+        # Collective, and so not in the block below, in which only rank 0 works.
         if opened.fresh:
             self._saver.clear()
         with together("the records", None):

@@ -166,6 +166,7 @@ def draw_load(path: Path, lines: Sequence[Line], *, title: str = "Load of expert
         points = [(line["step"], line["expert_load"][name]) for line in loaded if name in line["expert_load"]]
         steps = [step for step, _ in points]
         edges = [steps[0] - 1, *steps]  # a line covers the steps since the line before
+        # A logarithmic scale has no place for an expert without tokens, which gets the darkest blue.
         bands = [[max(load[expert], 0.25) for _, load in points] for expert in range(len(points[0][1]))]
         image = axes.pcolormesh(
             edges,

@@ -108,6 +108,7 @@ def leave_terminal() -> None:
     """Drop further output to a terminal that SIGHUP has closed, so that printing does not fail."""
     for descriptor in (1, 2):
         try:
+            # A write of nothing fails only if the terminal is gone.
             os.write(descriptor, b"")
         except OSError:
             drop_output(descriptor)
@@ -176,17 +177,16 @@ def one_traceback() -> Iterator[None]:
     A failed disk and a lost connection are printed as one sentence, other errors with their traceback.
     """
     common = (UserError, TrainingError, StoppedEarly)
-    with report_first_failure(_report, common=common, summarize=_sentence_of):
+    with report_first_failure(
+        lambda text: say(f"par-train: {text}", sys.stderr), common=common, summarize=_sentence_of
+    ):
         yield
-
-
-def _report(text: str) -> None:
-    say(f"par-train: {text}", sys.stderr)
 
 
 def _sentence_of(error: Exception) -> str | None:
     """Return the text of an error that names the file and the problem; None for other errors."""
     from par_checkpoint import CheckpointError  # noqa: PLC0415 - this module is loaded before torch
 
+    # An error of the system that names no file says too little without its traceback.
     nameless = isinstance(error, OSError) and error.strerror is not None and error.filename is None
     return str(error) if isinstance(error, CheckpointError | OSError) and not nameless else None

@@ -244,7 +244,8 @@ class Survivors:
 
     def _attempt(self, number: int, loss_of: Callable[[nn.Module, Any], Loss]) -> None:
         """Do a step; it counts if this returns."""
-        state, strategy = self._objects()
+        state, strategy = self.state, self.strategy
+        assert state is not None and strategy is not None  # noqa: S101, PT018 - set by the first epoch
         optimizer = _mixed(state.optimizer)
         loader = state.loader
         self._is_ready = False
@@ -260,6 +261,8 @@ class Survivors:
                 given = given * rows_of(batch), float(rows_of(batch))
             total, count = given
             self._at("backward")
+            # The optimizer makes the mean over all samples of all ranks from means and weights, however the batch is
+            # shared.
             strategy.backward(total / count, optimizer, weight=count)
             self._sums = torch.tensor([self._members.spares, float(total.detach()), float(count)], dtype=torch.float64)
             optimizer.step()
@@ -395,10 +398,6 @@ class Survivors:
         scheduler = [_mixed(state.optimizer).scaling, *state.schedulers]
         extra = {"position": self._position}
         return State(model=state.model, optimizer=state.optimizer, scheduler=scheduler, extra=extra)
-
-    def _objects(self) -> tuple[TrainState, Strategy]:
-        assert self.state is not None and self.strategy is not None  # noqa: S101, PT018 - set by the first epoch
-        return self.state, self.strategy
 
     def _at(self, phase: str) -> None:
         """Report progress, since a rank that reports none for long is taken for hung; `phase` is for tests."""

@@ -100,6 +100,7 @@ class _MLflow:
         self._run = self._client.start_run(run_id=known, run_name=None if known else files.folder.name)
         files.identities["mlflow"].write_text(str(self._run.info.run_id), encoding="utf-8")
         if known is None:
+            # MLflow rejects long parameters; its oldest versions allow 250 letters.
             self._client.log_params({name: value[:250] for name, value in beginning.facts.items()})
 
     def log(self, values: dict[str, Any], step: int) -> None:

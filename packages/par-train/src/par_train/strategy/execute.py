@@ -64,6 +64,7 @@ class Execution:
             last, travels = schedule.stages - 1, factor.travels
             stages = [*model.runners(partial(FactorStageRunner, last=last, factor=factor) if travels else None)]
         group = groups["pipeline"]
+        # A pipeline runs a fixed number of microbatches, so batches with fewer rows get pipelines of their own.
         self._make: Callable[[Schedule], Pipeline] = lambda plan: Pipeline(
             stages,
             plan,

@@ -122,6 +122,7 @@ def _check_stages(models: Sequence[nn.Module], strategy: Setup) -> None:
 def _check_has_experts(every: Sequence[nn.Module], new: Sequence[nn.Module], strategy: Setup) -> None:
     """Raise ValueError on all ranks if no model has experts to distribute."""
     # A model that is still to be parallelized raises its own error then.
+    # A rank may hold only stages without experts, so one rank with experts suffices.
     mine = any(has_experts(one) or one in strategy.plans or pretrained_in(one) for one in every)
     if not any(agree(None, mine, None).values()):
         raise no_experts(new, strategy.groups.size("expert_parallel"))

@@ -253,4 +253,5 @@ def _plain(value: Any) -> Any:
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
-    return value if isinstance(value, str | int | float | None) else type(value).__name__
+    # A dtype has the same text on all ranks, and ranks with different ones would hang in their first collective.
+    return value if isinstance(value, str | int | float | torch.dtype | None) else type(value).__name__

@@ -122,10 +122,13 @@ def in_order(built_in: Sequence[Plugin], plugins: Sequence[Plugin]) -> list[Plug
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"there are {names.count(name)} plugins called {name!r}; give one")
+    # A plugin takes the place of the built-in one with its name, and of those whose work it controls.
     replaced = {*names}
     replaced |= {"precision"} if any(plugin.controls_precision for plugin in plugins) else set()
     replaced |= {"device"} if any(plugin.controls_device for plugin in plugins) else set()
     kept = [plugin for plugin in built_in if plugin.name not in replaced]
+    # The user's plugins come where the model is sharded and on its device, and before hooks and flat buffers hold
+    # modules.
     early = [plugin for plugin in kept if plugin.name in ("tensor", "pipeline", "device")]
     waiting = [*early, *plugins, *(plugin for plugin in kept if plugin not in early)]
     present = {plugin.name for plugin in waiting}
@@ -137,6 +140,7 @@ def in_order(built_in: Sequence[Plugin], plugins: Sequence[Plugin]) -> list[Plug
     ordered: list[Plugin] = []
     while waiting:
         done = {plugin.name for plugin in ordered}
+        # The first one that lacks nothing: the order above holds wherever requirements leave a choice.
         ready = next((plugin for plugin in waiting if done.issuperset(plugin.requires)), None)
         if ready is None:
             raise ValueError(f"the plugins {[plugin.name for plugin in waiting]} require each other; break the circle")

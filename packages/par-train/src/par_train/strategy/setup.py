@@ -16,7 +16,6 @@ from par_groups import (
     EXPERTS,
     Axes,
     Channels,
-    LaneCounts,
     ProcessGroups,
     Topology,
     agree,
@@ -62,6 +61,7 @@ class Setup:
             device = options.get("device", "auto")
             self.environment = started.enter_context(launch(device=None if device == "auto" else device))
             self.device = self.environment.device
+            # Defaults, so that a rank whose options are wrong has some to send in the comparison below.
             self.options, self.plugins = StrategyOptions(), []
             # From here on a rank may fail alone, so its error is kept until the ranks have compared their options.
             problem: Exception | None = None
@@ -74,7 +74,9 @@ class Setup:
                 else:
                     topology = Topology.from_config(given or {}, self.environment.world_size)
                 _check_axes(topology, given if isinstance(given, ProcessGroups) else None)
-                _check_lanes(topology, self.options.canonical_lanes)
+                # Canonical numerics must know every sum that the axes of a topology divide.
+                if (lanes := self.options.canonical_lanes) is not None:
+                    lanes.check(topology)
             except Exception as error:  # of any kind: every rank raises what one rank has raised
                 problem = error
             check_alike(agree(problem, self.options.described(), None), "options")
@@ -269,17 +271,6 @@ class Setup:
         """
         if self.schedule is not None or self.groups.size(self.data_axes) > 1:
             check_last_batch(loader, replicas * self.make_schedule().microbatches)
-
-
-def _check_lanes(topology: Topology, lanes: LaneCounts | None) -> None:
-    """Check that canonical numerics know every sum that the axes of a topology divide.
-
-    Raises:
-        ValueError: An axis divides another sum, or the lanes do not divide among the data ranks.
-    """
-    if lanes is None:
-        return
-    lanes.check(topology)
 
 
 def _check_axes(topology: Topology, groups: ProcessGroups | None) -> None:

@@ -52,6 +52,7 @@ def kubernetes(place: Place, options: RenderOptions) -> str:
             }
         )
     pods = {
+        # Each pod receives its index as JOB_COMPLETION_INDEX, which is the rank of its node.
         "completionMode": "Indexed",
         "completions": place.nodes,
         "parallelism": place.nodes,
@@ -97,6 +98,7 @@ def _pod(place: Place, options: RenderOptions) -> dict[str, Any]:
         f"--nnodes={place.nodes}",
         f"--nproc-per-node={place.ranks}",
         "--node-rank=$(JOB_COMPLETION_INDEX)",
+        # JobSet calls the first pod NAME-node-0-0, in a domain of the set's name.
         f"--master-addr={place.name}-node-0-0.{place.name}",
         f"--master-port={_PORT}",
         "-m",
@@ -106,8 +108,10 @@ def _pod(place: Place, options: RenderOptions) -> dict[str, Any]:
         "name": "ranks",
         "image": options.image,
         "workingDir": _WORK,
+        # Kubernetes would replace $(NAME) in the words of the user by a variable.
         "command": [*torchrun, *(word.replace("$(", "$$(") for word in place.run(config)[1:])],
         "env": [{"name": name, "value": value} for name, value in place.variables.items()],
+        # Kubernetes takes a request of GPUs only with an equal limit.
         "resources": {"requests": taken | gpus, "limits": gpus or taken},
         "volumeMounts": [{"name": name, "mountPath": path} for name, (path, _) in volumes.items()],
     }

@@ -41,6 +41,8 @@ def slurm(place: Place, options: RenderOptions) -> str:
         **({"gpus-per-node": place.gpus} if place.gpus else {}),
         "mem": f"{place.memory / 2**20:.0f}M" if place.memory else 0,
         "time": options.minutes,
+        # "B:" sends the signal to the script alone, which passes it on and then requeues the job. In an array nothing
+        # is requeued, so SLURM signals the ranks itself.
         "signal": f"{'' if array else 'B:'}USR1@{options.warning}",
         **({"array": f"1-{options.resumes}%1"} if array else {}),
         "output": "%x-%A_%a.log" if array else "%x-%j.log",

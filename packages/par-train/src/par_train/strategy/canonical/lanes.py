@@ -52,6 +52,7 @@ class LaneExecution(Execution):
             ended = True
         except Exception as error:  # of any kind: every rank raises what one rank has raised
             problem = error
+        # The end of the data is no error, and is raised only after the ranks have agreed.
         weights.expect(float(max(agree(problem, items, None).values())))
         if ended:
             raise StopIteration

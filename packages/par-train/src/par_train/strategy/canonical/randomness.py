@@ -92,13 +92,11 @@ class LaneRandomness(StepRandomness):
 
 def _layers_of(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules with dropout that always run on one rank: layers, with a number in their name, and others."""
-    names = {name: _layer_name(name) for name in active_dropouts(root)}
-    for name in dict.fromkeys(names.values()):
+    layers: dict[str, None] = {}  # in order, each once
+    for name in active_dropouts(root):
+        # The name up to its first number, "layers.3" of "layers.3.mlp.dropout"; the whole name if it has none.
+        parts = name.split(".")
+        end = next((place for place, part in enumerate(parts, 1) if part.isdecimal()), len(parts))
+        layers[".".join(parts[:end])] = None
+    for name in layers:
         yield name, root.get_submodule(name)
-
-
-def _layer_name(name: str) -> str:
-    """Return the beginning of a module's name up to its first number; the whole name if it has none."""
-    parts = name.split(".")
-    end = next((place for place, part in enumerate(parts, 1) if part.isdecimal()), len(parts))
-    return ".".join(parts[:end])
