@@ -466,7 +466,7 @@ def model_flops(model: Shape | PlannedModel) -> float:
         model: The sizes of a GPT, or a model as the planner takes it, such as `PretrainedShape`.
 
     Example:
-        Run(folder, strategy, flops=model_flops(PretrainedShape(model, context=4096)))
+        monitoring = MonitoringPolicy(flops=model_flops(PretrainedShape(model, context=4096)))
     """
     # A pipeline of one rank holds all layers, so its slice is the complete model.
     alone, asked = pipeline_cost("1f1b", 1, 1), planned(model)

@@ -362,6 +362,8 @@ class _BlockCount:
 def _block(shape: Shape, split: TensorSplit) -> _BlockCount:
     """Return the elements of a block with an MLP."""
     h, matrices = shape.width, shape.block_matrices // split.matrix
+    # Biases of column layers are split like their outputs. Two biases of row layers and four vectors of two norms are
+    # split like the residual stream.
     biases_and_norms = (shape.attended + shape.mlp) // split.inner + 6 * h // split.features
     return _BlockCount(matrices + biases_and_norms, h * max(shape.mlp, shape.attended) // split.matrix, 12)
 
@@ -375,6 +377,7 @@ def _block_with_experts(shape: Shape, mixture: Mixture, split: TensorSplit) -> _
         matrices += [mixture.shared * mixture.intermediate * h // split.ranks] * (3 if mixture.gated else 2)
     if not split.experts.is_dealt:
         matrices += expert_tensors(mixture, split.experts)
+    # Two biases of attention, and four vectors of two norms: a block with experts has no biases of an MLP.
     return _BlockCount(
         sum(matrices) + shape.attended // split.inner + 5 * h // split.features, max(matrices), 6 + len(matrices)
     )

@@ -71,12 +71,14 @@ def plan_measured(spent: BudgetPlan, measured: MeasuredStep) -> MeasuredPlan:
     layer = max((max(choice.bytes for choice in one) for one in every), default=0)
     on_disk = sum(measured.disk.pieces)
     expected = spent.state - spent.later + inputs + layer
+    # The peak also shows tensors that were free again when the step had ended.
     other = max(0.0, measured.other, measured.peak - expected)
     if other:
         text = f"other: {format_bytes(other)} of the device hold tensors that are neither state nor saved activations."
         reasons_so_far = (*spent.reasons[:-1], text, spent.reasons[-1])
         spent = replace(spent, kinds={**spent.kinds, "other tensors": other}, reasons=reasons_so_far)
     everything = room = spent.budget.device - spent.state
+    # If something is recomputed, all activations of the layer in question exist while backward uses them.
     if most + on_disk > room:
         room -= layer
     if room < inputs:
@@ -92,6 +94,8 @@ def plan_measured(spent: BudgetPlan, measured: MeasuredStep) -> MeasuredPlan:
         for size, seconds in _increments(one)
     ]
     chosen = spend([*kept, *state], room - inputs)
+    # Activations are free when the optimizer steps, and gradients in its dtype take their memory. State must fit next
+    # to these.
     in_step = max(0.0, everything - spent.step)  # for state, which is there then, too
     if sum(item.bytes for item in chosen if item.name == "state") > in_step:
         back = spend(state, in_step)
@@ -104,6 +108,7 @@ def plan_measured(spent: BudgetPlan, measured: MeasuredStep) -> MeasuredPlan:
         budgets[0] += max(0, int(left / held))
     keeps = min(most, held * sum(budgets))
     again = sum(item.seconds for item in kept) - sum(item.seconds for item in chosen if item.name != "state")
+    # Some state would have fit, so activations that save more per byte have taken its place.
     displaced = not recall and any(size <= min(room - inputs, in_step) for size in measured.disk.pieces)
     reasons = [*spent.reasons[:-1]]
     if on_disk:
@@ -131,6 +136,8 @@ def _increments(frontier: Iterable[Choice]) -> list[tuple[int, float]]:
         ]
         if not more:
             return found
+        # Each increment has the best rate from where the one before ended, so rates fall, and `spend` takes them in
+        # order.
         size, seconds, current = max(more, key=lambda one: (one[1] / one[0], one[0]))
         found.append((size, seconds))
 

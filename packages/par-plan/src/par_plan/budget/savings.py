@@ -63,10 +63,12 @@ def spend(items: Sequence[Saving], budget: float) -> list[Saving]:
             first = place
             break
         left -= items[number].bytes
+    # The items that are tried exactly surround the first one that does not fit, within the list.
     start = max(0, min(first - EXACT // 2, len(order) - EXACT))
     taken, tried, rest = order[:start], order[start : start + EXACT], order[start + EXACT :]
     taken += _best(items, tried, budget - sum(items[number].bytes for number in taken))
     left = budget - sum(items[number].bytes for number in taken)
+    # Smaller items with worse rates may still fit into the remaining bytes.
     for number in rest:
         if items[number].bytes <= left:
             taken.append(number)
@@ -84,6 +86,7 @@ def _best(items: Sequence[Saving], numbers: Sequence[int], budget: float) -> lis
             for size, seconds, chosen in sets
             if size + item.bytes <= budget
         ]
+        # A set stays only if it saves more than every set that takes no more bytes.
         longest, kept = -1.0, []
         for each in sorted([*sets, *more], key=lambda one: (one[0], -one[1])):
             if each[1] > longest:

@@ -181,6 +181,7 @@ def most_away(sources: Sequence[Offloadable], rooms: Mapping[str, float]) -> flo
     left = dict.fromkeys(AWAY, 0.0) | dict(rooms)
     for source in sources:
         part = 1.0
+        # The state is limited by what both tiers can store, and by what each part needs on the host besides.
         for room, size in (
             (sum(left[tier] / source.takes[tier] if source.takes[tier] else math.inf for tier in AWAY), 1.0),
             (left["host"], source.beside),

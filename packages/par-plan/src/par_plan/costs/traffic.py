@@ -210,6 +210,7 @@ def pipeline_traffic(
     """
     if not place.neighbours:
         return []
+    # Each tensor rank sends its part of the residual stream to the same rank of the next stage.
     token = shape.width * MESSAGE_NUMBER / split.tokens / split.features
     # Messages are padded to the 64 bytes to which tensors in them are aligned.
     bodies = sum(times * math.ceil(tokens * token / 64) * 64 for tokens, times in microbatches.items())

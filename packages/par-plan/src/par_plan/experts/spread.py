@@ -5,12 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from par_groups import Topology, axis_size
+from par_groups import EXPERTS, Topology, axis_size
 
 from .mixture import Load, Mixture
-
-VIEW = "experts"
-"""The name of the view that deals experts out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +53,7 @@ def expert_placement(topology: Topology) -> ExpertPlacement:
     """Return the placement of experts in a topology; without a view, the tensor group shards each expert."""
     group, (_, options) = topology.size("tensor"), topology.modes.get("tensor", (None, {}))
     sequence = group > 1 and bool(options.get("sequence_parallel", False))
-    if VIEW not in topology.views:
+    if EXPERTS not in topology.views:
         return ExpertPlacement(tensor=group, group=group, sequence=sequence)
     return ExpertPlacement(
         group=group,

@@ -259,7 +259,7 @@ class _ForwardTrace:
         layout = layout or self._layouts[-1]
         # A float8 matmul saves its gathered input, which sequence parallelism does not split.
         if layout == "residual" and tensor.dtype == torch.uint8:
-            layout = "whole"  # float8 products keep what was gathered
+            layout = "whole"
         if key not in self._constant:
             kept = self.kept[self._part]
             setattr(kept, layout, getattr(kept, layout) + size / ROWS)

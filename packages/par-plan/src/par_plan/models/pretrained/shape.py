@@ -47,7 +47,7 @@ class PretrainedShape:
     Example:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("Qwen/Qwen3-8B"))
-        predict(PretrainedShape(model, context=4096), Topology.from_config({}, 8), Job(batch=64, zero=3))
+        predict(PretrainedShape(model, context=4096), Topology.from_config({}, 8), TrainingJob(batch=64, zero=3))
     """
 
     def __init__(
@@ -244,18 +244,18 @@ class PretrainedShape:
             layers.append(layer)
         logits = self._logits(split, numbers, place, tokens) if part.last else 0.0
         once = 0.0
-        if self.checkpointing:  # every layer keeps its input; one of them at a time is computed again, after the loss
+        if self.checkpointing:
             # Every layer saves only its input. One layer at a time is recomputed in backward, after the logits are
             # free.
             once = max(0.0, max(layers) - logits)
             layers = [tokens / split.tokens * self.width * numbers.residual] * len(layers)
-            if self._masked and not is_cut:  # the mask itself, a byte each, which all layers are given
+            if self._masked and not is_cut:
                 # All layers receive the same mask, one byte per element, so it is saved once per microbatch.
                 once += place.kept * rows * self.context**2
         total = once + place.kept * max(sum(layers[kind] * times for kind, times in run) for run in part.runs)
         if part.first:
             # A rank with a part of the vocabulary also saves which ids are its own, one byte each.
-            of_ids = tokens if split.ranks > 1 else 0  # which of them are a cut table's own
+            of_ids = tokens if split.ranks > 1 else 0
             total += place.kept * (share * kept[-1].whole + of_ids)
         if part.last:
             head = numbers.cast * self.width * math.ceil(self.vocabulary / split.ranks)
@@ -346,8 +346,11 @@ class PretrainedShape:
         Attention is causal, so that half of its products are computed.
         """
         layers = [times * self._flops_of_layers[kind] for run in part.runs for kind, times in run]
-        head = 2 * self.width * self.vocabulary if part.last and self._structure.head is not None else 0
-        return 3.0 * (sum(layers) + head), 3.0 * part.blocks * self._flops_of_attention()
+        logits = 2 * self.width * self.vocabulary if part.last and self._structure.head is not None else 0
+        config = self._structure.config
+        heads: int = config.num_attention_heads
+        head: int = getattr(config, "v_head_dim", None) or getattr(config, "head_dim", None) or self.width // heads
+        return 3.0 * (sum(layers) + logits), 3.0 * part.blocks * 2 * self.context * heads * head
 
     def recompute_flops(self, part: ModelSlice) -> tuple[float, float]:
         """Return the floating-point operations per token that backward repeats: a forward of the layers."""
@@ -370,12 +373,6 @@ class PretrainedShape:
                     total += 2 * shape.numel()
             totals.append(total)
         return tuple(totals)
-
-    def _flops_of_attention(self) -> float:
-        config = self._structure.config
-        heads: int = config.num_attention_heads
-        head: int = getattr(config, "v_head_dim", None) or getattr(config, "head_dim", None) or self.width // heads
-        return 2 * self.context * heads * head
 
     def _kept_in(self, numbers: NumberWidths, *, over_ranks: bool) -> Mapping[int, SavedActivations]:
         """Return saved activations by layer; over sequence ranks, attention saves no mask."""

@@ -48,6 +48,7 @@ class Structure:
         self.model = _on_meta(model)
         self.config: Any = self.model.config.get_text_config()
         self.parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters())
+        # Transformers declares these two for every family, whatever their names are.
         table, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         self.table = next(name for name, parameter in self.parameters.items() if parameter is table.weight)
         self.head = next((name for name, module in self.model.named_modules() if module is head), None)
@@ -87,7 +88,7 @@ class Structure:
         own = [each for name, each in self.parameters.items() if name.rpartition(".")[0] == module and each.dim() == 3]
         experts, total = own[0].shape[0], sum(each.numel() for each in own)
         # Transformers declares the output weight of experts last.
-        down = own[-1].numel()  # is declared last, as `Kept` takes it
+        down = own[-1].numel()
         return Mixture(
             hidden=self.width,
             intermediate=down // (experts * self.width),
