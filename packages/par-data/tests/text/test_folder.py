@@ -49,6 +49,13 @@ def test_read_folder_text_holds_out_the_last_part(tmp_path):
     assert text.held_out == bytes(range(81, 101))
 
 
+@pytest.mark.parametrize("fraction", [-0.1, 1.0, 5.0])
+def test_read_folder_text_raises_on_a_fraction_out_of_range(tmp_path, fraction):
+    fill(tmp_path, {"a": bytes(100)})
+    with pytest.raises(ValueError, match=r"it must be at least 0 and below 1; pass such a fraction"):
+        read(tmp_path, validation_fraction=fraction)
+
+
 def test_folder_text_digest_depends_on_bytes_and_parts(tmp_path):
     fill(tmp_path, {"a/a": b"0123456789" * 9, "b/a": b"0123456780" * 9})
     digests = {read(tmp_path / "a").digest, read(tmp_path / "b").digest}

@@ -110,6 +110,8 @@ class Broadcaster:
                 # An error of any kind is broadcast, too: the other ranks wait for this one.
                 problem = error
                 message = write_message(_ReadFailure(f"{type(error).__name__}: {error}"), self._allocate)
+        # The first rank reads its own message, too, so that its tensors have memory of their own, as on the other
+        # ranks.
         value = read_message(self._exchange(message))
         if problem is not None:
             raise problem
@@ -215,6 +217,7 @@ class _TensorPickler(pickle.Pickler):
         if value.requires_grad or value.is_quantized or value.is_nested or value.is_conj() or value.is_neg():
             return None
         if id(value) not in self.tensors:
+            # The strides of a copy: an expanded dim is written out, and a memory order such as channels_last stays.
             strides = torch.empty_like(value, device="meta").stride()
             self.tensors[id(value)] = value, (self.end, value.dtype, value.shape, strides)
             # At least one byte, because the reader identifies a tensor by its offset.

@@ -48,6 +48,7 @@ class BatchComparison:
             kind: The kind of call, such as a model and whether it trains; each kind has a count of its own.
         """
         calls = self._calls[kind] = self._calls.get(kind, 0) + 1
+        # True for powers of two. Every rank counts the same calls, so all of them compare the same batches.
         return bool(self._groups) and calls & (calls - 1) == 0
 
     def compared(self, next_batch: Callable[[], Any], name: str) -> Callable[[], Any]:

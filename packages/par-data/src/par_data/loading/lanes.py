@@ -81,6 +81,7 @@ class LaneDataset(IterableDataset[LaneSamples | None]):
         while True:
             pieces = [next(lane, None) for lane in opened]
             samples = [sample for piece in pieces if piece is not None for sample in piece]
+            # The end travels through the DataLoader as an item, because the ranks still have to agree on it.
             if len(samples) < len(opened) * self._per_lane:
                 yield None
                 return

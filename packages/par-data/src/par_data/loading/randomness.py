@@ -153,6 +153,7 @@ def restore_random_states(saved: Mapping[str, Any], replica: int) -> None:
         ValueError: numpy's bit generator is of another kind than the saved one.
     """
     ranks, replicas, rank = saved["ranks"], saved["replicas"], dist.get_rank()
+    # With more replicas than before, the further ones begin again with the first replica's state.
     if rank >= len(ranks) or replicas[rank] != replica:
         rank = replicas.index(replica % (max(replicas) + 1))
     packed = saved["states"][ranks[rank]].numpy().tobytes()

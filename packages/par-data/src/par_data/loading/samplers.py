@@ -128,6 +128,7 @@ def _add_order(digest: Any, value: Any, leave_out: Collection[str] = ()) -> None
         digest.update(repr(value).encode())
     elif isinstance(value, Sampler):
         for name, inside in sorted(vars(value).items()):
+            # The rank of a sampler that shards differs between ranks by design.
             if name not in leave_out and "rank" not in name:
                 _add_order(digest, inside, leave_out)
     elif isinstance(value, Dataset):

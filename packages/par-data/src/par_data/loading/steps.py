@@ -42,6 +42,7 @@ class StepRandomness:
     def step(self, step: int) -> None:
         self._step = step
         seed = (self._rank_seed + 0x9E3779B97F4A7C15 * step) % 2**63
+        # `loader_states` returns the program's own state, which the seed below overwrites.
         if self.is_seeded_by_program:
             self._program_state = torch.get_rng_state()
         self._last_seed = seed

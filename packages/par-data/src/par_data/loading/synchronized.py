@@ -64,6 +64,7 @@ class _DrawnOrder(BatchSampler):
 
     def __init__(self, sampler: Any, order: RandomStream, rows: RandomStream | None, *, bare: bool) -> None:
         own = {"inner": sampler, "order": order, "rows": rows, "bare": bare, "begun": 0, "epoch": 0}
+        # `__setattr__` sets the attributes of the inner sampler, so that this object's own go around it.
         vars(self).update(own)
 
     def __getattr__(self, name: str) -> Any:
@@ -101,6 +102,8 @@ class _DrawnOrder(BatchSampler):
                     self.rows.leave()
 
     def _begin(self) -> None:
+        # An iterator of the original loader draws the base seed of its workers first. Without this draw, the order
+        # would be another one than in one process.
         if self.bare:
             with self.order.entered():
                 torch.empty((), dtype=torch.int64).random_()

@@ -249,7 +249,11 @@ def _checked(path: Path, tokenizer: Path, format_: str, field: str, template: Pa
         if not Path(template).is_file():
             raise ValueError(f"template={str(template)!r} does not exist; correct the path")
         text = Path(template).read_text(encoding="utf-8")
-    found = _format_of(files[0]) if format_ == "auto" else format_
+    found = format_
+    if format_ == "auto" and kind_of(files[0]) == "lines":
+        found = "text"
+    elif format_ == "auto":
+        found = "chat" if is_conversations(files[0]) else "jsonl"
     if found == "text" and kind_of(files[0]) == "rows":
         raise ValueError(
             f"format='text' with the corpus {str(path)!r}: a table has no lines of text; use format='jsonl', and set "
@@ -263,13 +267,6 @@ def _checked(path: Path, tokenizer: Path, format_: str, field: str, template: Pa
         field=field,
         template=text,
     )
-
-
-def _format_of(path: Path) -> Format:
-    """Return the format of a file, from its name and its first record."""
-    if kind_of(path) == "lines":
-        return "text"
-    return "chat" if is_conversations(path) else "jsonl"
 
 
 def _write(source: _CorpusInputs, place: Path, progress: bool | None, stop: Callable[[], bool] | None) -> None:

@@ -65,8 +65,13 @@ def read_folder_text(
         documents: Unit whose lengths are returned; paragraphs end at empty lines. Default: no lengths.
 
     Raises:
-        ValueError: The folder does not exist, cannot be read, or holds no text.
+        ValueError: The folder does not exist, cannot be read, or holds no text; or the fraction is below 0, or 1 or
+            more.
     """
+    if not 0 <= validation_fraction < 1:
+        raise ValueError(
+            f"validation_fraction={validation_fraction}: it must be at least 0 and below 1; pass such a fraction"
+        )
     folder = Path(folder).expanduser()
     if not folder.is_dir():
         raise ValueError(f"{str(folder)!r} is not a folder; pass the path of a folder of text")
@@ -95,6 +100,7 @@ def _lengths_of(texts: Sequence[bytes], kind: str, border: int) -> tuple[Lengths
         kind: "files", or "paragraphs", which include the empty lines after them.
         border: Number of bytes before the border.
     """
+    # The border counts as the end of a document, so that a document across it has a length on each side.
     ends, begin = [0, border], 0
     for text in texts:
         if kind == "paragraphs":

@@ -116,17 +116,14 @@ class MixtureDataset(Dataset[Sample]):
         for index in range(len(self._sources)):
             own = source == index
             if own.any():
-                ends = self._ends_of(index, int(nth[own][-1]))
-                epochs[own] = np.searchsorted(ends, nth[own], side="right") - 1
-                numbers[own] = nth[own] - ends[epochs[own]]
+                # Sequences of one source ascend, so the last one decides how many of its epochs are needed.
+                ends, last = self._ends[index], int(nth[own][-1])
+                while ends[-1] <= last:
+                    ends.append(ends[-1] + self._sources[index].count(len(ends) - 1))
+                begins = np.array(ends)
+                epochs[own] = np.searchsorted(begins, nth[own], side="right") - 1
+                numbers[own] = nth[own] - begins[epochs[own]]
         return _MixtureIndex(source, epochs, numbers)
-
-    def _ends_of(self, index: int, last: int) -> Ints:
-        """Return a source's number of sequences before each epoch, up to the epoch of its `last` sequence."""
-        ends = self._ends[index]
-        while ends[-1] <= last:
-            ends.append(ends[-1] + self._sources[index].count(len(ends) - 1))
-        return np.array(ends)
 
 
 def interleave(weights: Sequence[float], begin: int, number: int) -> tuple[Ints, Ints]:

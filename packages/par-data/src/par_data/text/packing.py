@@ -96,6 +96,7 @@ def _whole(order: Ints, lengths: Ints, context: int) -> PackedLayout:
     """Split documents into parts of at most one sequence, and pack the parts first-fit within windows."""
     parts = -(-lengths // context)
     number = np.repeat(np.arange(len(order)), parts)
+    # The index of a part within its document, times the length of a full part.
     begin = (np.arange(len(number)) - np.repeat(np.cumsum(parts) - parts, parts)) * context
     length = np.minimum(lengths[number] - begin, context)
     row = np.concatenate([np.zeros(0, np.int64), *_first_fit(length, context)])
