@@ -326,6 +326,8 @@ def _prefix_of_start(store: Any, rank: int, world_size: int, contradiction: str 
         return prefix
     others = range(1, world_size)
     questions = [f"par_groups/question/{other}" for other in others]
+    # The word of rank 0 is the prefix of this start, so a key that an earlier start has left is never taken for a new
+    # one.
     received = [f"par_groups/received/{word}/{other}" for other in others]
     answered: set[str] = set()
     deadline = time.monotonic() + 0.9 * seconds  # before those that have come give up by themselves

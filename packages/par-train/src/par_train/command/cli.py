@@ -66,12 +66,14 @@ def _run(arguments: Sequence[str]) -> int:
     command, path, flags = given.command, getattr(given, "config", None), vars(given)
     # argparse ends the positional words at the first flag.
     if path is None and unknown and not unknown[0].startswith("-"):
-        path = unknown.pop(0)  # behind a flag, where argparse does not look for a second positional word
+        path = unknown.pop(0)
     if unknown:
         raise _unknown_argument(unknown[0], command)
     if command is None:
         raise UserError("no command is given; start with: par-train run, or see par-train --help")
     run_flags = {key: flags[key] for key in settings(Options) if key in flags}
+    # The options of a run are read for every sub-command, so that a mistake in the config is found by `plan` and
+    # `render`, too.
     options = load(Options, None if path is None else Path(path), {**run_flags, **parallel})
     if command == "run":
         from ..jobs.start import run  # noqa: PLC0415 - `--help` is quicker without

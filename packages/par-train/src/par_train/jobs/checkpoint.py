@@ -100,6 +100,7 @@ def find_in_tiers(checkpoints: Checkpoints) -> Origin | None:
     Raises:
         UserError: The step is not a checkpoint of a run; on every rank.
     """
+    # Warnings would name a line of this file; the user gets their words as a line of the run instead.
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         report = checkpoints.load(strict=False)  # loads no tensors yet

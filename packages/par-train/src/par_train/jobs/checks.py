@@ -204,6 +204,7 @@ def _check_schedule(options: Options, topology: Topology) -> None:
     if ranks == 1:
         return
     replicas = topology.size(data_axes(topology))
+    # Every lane is a microbatch of its own, so that what a lane computes does not depend on the number of ranks.
     given = options.lanes // replicas if options.lanes else options.pipeline.microbatches
     microbatches = microbatches_of(given, ranks)
     rows = options.train.batch_size // replicas
@@ -215,6 +216,7 @@ def _check_schedule(options: Options, topology: Topology) -> None:
         )
     with as_user_error(f"pipeline.schedule {options.pipeline.schedule!r} with {ranks} ranks: "):
         found = make_schedule(options.pipeline.schedule, ranks, microbatches, zero=options.zero)
+        # The layers of an existing model are known only once its folder is read.
         if not options.model.folder:
             partition(options.model.layers, found.stages)
 
@@ -268,6 +270,7 @@ def _with_tensor_size(parallel: Mapping[str, Any]) -> dict[str, Any]:
     tensor = parallel.get("tensor")
     if not isinstance(tensor, Mapping) or "size" in tensor or "mode" not in tensor:
         return dict(parallel)
+    # Only one axis may take the ranks that are left, and without this it would be "data".
     return {"data": 1, **parallel, "tensor": {**tensor, "size": -1}}
 
 

@@ -224,6 +224,7 @@ class Survivors:
                 except Exception as error:
                     self._leave_after(error)
                     self._renew()
+            # The sum of spares is equal on all ranks, so all of them renew the epoch together.
             if self._has_formed or self._members.is_broken(0) or (self._joins and self._sums[0] > 0):
                 self._renew()
         except _RunOver:
@@ -279,6 +280,7 @@ class Survivors:
             scheduler.step()
         optimizer.zero_grad()
         self._told = self._told._replace(steps=number + 1)
+        # Only a step that counts moves the position, so a step that is undone reads the same rows again.
         self._position = loader.state_dict()
         self._at("updated")
 

@@ -370,7 +370,6 @@ class Strategy(StrategyFiles):
         if self.schedule is not None:
             pipeline, rows = self.pipeline(model), self.schedule.microbatches
             run = lambda given, **keywords: pipeline.evaluate(given, **keywords).outputs  # noqa: E731
-            # Only the last stage has logits. That of the first pipeline chooses each token for all ranks.
             chooser = self.groups.topology.group("pipeline", 0)[self.schedule.rank_of(self.schedule.stages - 1)]
         with self.comparison.paused():  # the prompts were compared
             texts = write_on(request, model, run, self.context, rows=rows, chooser=chooser, device=self.device)
@@ -454,8 +453,7 @@ class Strategy(StrategyFiles):
         if self._closed:
             return
         self._closed = True
-        # Hooks and pipelines end before loaders, and groups and torch.distributed at the very end, since the others use
-        # them.
+        # Groups and torch.distributed end last, since all others use them.
         with ExitStack() as last_first:  # if one of these raises, the rest still runs
             last_first.callback(self.started.close)
             for reference, _ in self._state.loaders:
