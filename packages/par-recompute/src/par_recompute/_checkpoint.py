@@ -77,6 +77,8 @@ def checkpoint_layers(
                 f"layer {name!r} is compiled, and checkpoint_layers is for eager layers; remove torch.compile, or use "
                 "torch.utils.checkpoint or torch's activation_memory_budget instead"
             )
+        # The layer itself is asked first, because `layer.modules()` below would find it, too, and the error would be
+        # another.
         if ATTRIBUTE in layer.__dict__:
             raise ValueError(f"layer {name!r} drops activations already; call checkpoint_layers once for each layer")
         if any(ATTRIBUTE in module.__dict__ for module in around if module is not layer):
@@ -95,6 +97,7 @@ def checkpoint_layers(
     if example is not None and not isinstance(chosen, Layers | Ops | None):
         try:
             _look(model, planner, example)
+        # The caller may go on with the model and another policy, so nothing of this call may stay on it.
         except BaseException:
             for handle in handles:
                 handle.remove()

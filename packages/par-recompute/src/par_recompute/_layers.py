@@ -54,12 +54,10 @@ def choose_layers(root: nn.Module, layers: LayersOf = "auto") -> dict[str, nn.Mo
 def _items(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the outermost layers among the items of all containers within a module."""
     for child in module.children():
-        if isinstance(module, _CONTAINERS) and _is_layer(child):
+        # A list of modules is never called, so there is no forward to hook; its items may be layers.
+        lists = isinstance(child, nn.ModuleList | nn.ModuleDict) and type(child).forward is nn.Module.forward
+        has_parts = any(True for _ in child.children()) and any(True for _ in child.parameters())
+        if isinstance(module, _CONTAINERS) and has_parts and not lists:
             yield child
         else:
             yield from _items(child)
-
-
-def _is_layer(module: nn.Module) -> bool:
-    lists = isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
-    return not lists and any(True for _ in module.children()) and any(True for _ in module.parameters())

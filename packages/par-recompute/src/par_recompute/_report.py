@@ -145,6 +145,7 @@ def _together(calls: Iterable[dict[int, int] | None]) -> int | None:
     for sizes in calls:
         if sizes is None:
             return None
+        # The key is the storage, so one that two calls have saved replaces itself here and is not added twice.
         together |= sizes
     return sum(together.values())
 

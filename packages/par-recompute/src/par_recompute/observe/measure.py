@@ -70,6 +70,7 @@ def on_fakes(module: nn.Module, run: Callable[..., object], args: Sequence[Any],
     def fake(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
+        # A tied weight, or an input given twice, stays one storage, so that its bytes count once.
         if id(value) not in fakes:
             leaf = value if value.is_leaf else value.detach().requires_grad_()
             fakes[id(value)] = mode.from_tensor(leaf)

@@ -84,6 +84,7 @@ class Observer(TorchDispatchMode):
         self._total = [0, 0]  # operations and bytes moved, so far
         self._until_saved = (0, 0)
         self._handles: list[Any] = []
+        # The layer is the bottom of the stack of calls: what runs outside its modules counts for it alone.
         self._calls = [_ModuleCall(WHOLE, layer, None, 0, [], self._random(), set())]
         given = [leaf for leaf in tree_leaves(args) if is_plain(leaf)]
         self._inputs = frozenset(self._number(tensor) for tensor in given)
@@ -234,6 +235,7 @@ class Observer(TorchDispatchMode):
             assert source is not None  # noqa: S101 - the obstacle would say so
             read, number = self._number(source), self._number(output)
             event = Made(call.name, read, self._makers_of(source, read), call.flops, call.moved)
+            # The number of an event is its place in the list, so it is taken before the event is added.
             self._makers.setdefault(number, []).append((len(self._events), version_of(output), output.dtype))
             self._events.append(event)
         before = self._modules.get(call.name)
@@ -251,6 +253,7 @@ class Observer(TorchDispatchMode):
     def _obstacle(self, call: _ModuleCall, output: Any) -> str | None:
         """Return why a module cannot be called again, or None."""
         given = call.input
+        # Each question holds only if those before it were answered: a storage is compared only if there is one.
         if given is None:
             return "takes not one tensor alone"
         if not is_plain(output):

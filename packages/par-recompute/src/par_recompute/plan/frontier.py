@@ -72,6 +72,7 @@ def gaining(table: Table) -> list[str]:
 def pareto(choices: Iterable[Choice]) -> list[Choice]:
     """Return the choices on the Pareto frontier of bytes and seconds, by rising seconds and falling bytes."""
     best: list[Choice] = []
+    # Of choices with equal seconds and bytes, the first one stays: the one with the fewest modules.
     for choice in sorted(choices, key=lambda choice: (choice.seconds, choice.bytes, len(choice.dropped))):
         if not best or choice.bytes < best[-1].bytes:
             best.append(choice)
@@ -85,6 +86,7 @@ def _measured_by(table: Table, rate: float, bandwidth: float) -> Callable[[Colle
         storages, again = replay(table, dropped)
         events = [event for event in (table.events[number] for number in again) if isinstance(event, Made)]
         seconds = sum(event.flops / rate + event.moved / bandwidth for event in events)
+        # A module that backward does not call again frees nothing, so the choice leaves it out: it needs no hook.
         names = frozenset(event.module for event in events)
         return Choice(names, sum(table.sizes[storage] for storage in storages), seconds)
 
@@ -106,6 +108,7 @@ def _one_by_one(useful: list[str], measured: Callable[[Collection[str]], Choice]
 
         def worth(option: tuple[Choice, str], start: Choice = current) -> float:
             choice, _ = option
+            # A module may cost nothing more, if another one calls it again already; it is then taken before all others.
             return (start.bytes - choice.bytes) / max(choice.seconds - start.seconds, 1e-12)
 
         current, name = max(options, key=worth)

@@ -53,10 +53,12 @@ def _spend(options: Sequence[Sequence[Choice]], least: Sequence[Choice], rest: i
     step = max(divisor, math.ceil(rest / GRID), 1)
     # More steps than all layers can use together would only make the rows longer.
     width = min(rest // step, sum(max(-(-extra // step) for extra in some) for some in extras)) + 1
+    # All places begin at 0, not only the first: place b means at most b steps, so the last place is the best one.
     seconds = torch.zeros(width, dtype=torch.float64)
     taken = []
     for some, own in zip(options, extras, strict=True):
         best, rows = torch.full_like(seconds, math.inf), torch.zeros(width, dtype=torch.int64)
+        # The choice with the fewest bytes takes no step, so every place gets a finite sum.
         for row, (choice, extra) in enumerate(zip(some, own, strict=True)):
             steps = -(-extra // step)
             if steps < width:
@@ -66,6 +68,7 @@ def _spend(options: Sequence[Sequence[Choice]], least: Sequence[Choice], rest: i
                 rows[steps:].masked_fill_(less, row)
         seconds = best
         taken.append(rows)
+    # The rows say which choice each layer took at each place, so the way back goes from the last layer to the first.
     place = width - 1
     chosen: list[Choice] = []
     for some, own, rows in zip(reversed(options), reversed(extras), reversed(taken), strict=True):

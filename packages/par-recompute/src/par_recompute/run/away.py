@@ -59,6 +59,7 @@ class Elements(Kept):
         """Begin to load the elements, unless they are on the device or this has begun."""
         is_on_device = self._loaded is not None or (self.copy is not None and self.copy.is_on_device)
         if not is_on_device and not self._is_fetched:
+            # Several earlier calls may hold the elements, and each would begin the same load again.
             self._is_fetched = True
             fetch(self._value)
 
@@ -110,6 +111,7 @@ class OffloadedCall:
 
     def _pack(self, tensor: Tensor) -> "tuple[OffloadedCall, Packed]":
         elements = self._elements(tensor)
+        # Every packed tensor holds its call, and nothing else does: a call lives as long as its part of the graph.
         return self, Kept(*self._staying(tensor)) if elements is None else use(Part(elements, Geometry.of(tensor)))
 
     def _unpack(self, packed: "tuple[OffloadedCall, Packed]") -> Tensor:
@@ -124,6 +126,7 @@ class OffloadedCall:
         key = identity_of(storage), version_of(tensor), tensor.dtype
         # Several layers may save one tensor, such as an attention mask, and it must be copied only once.
         elements = self._away.known(key)
+        # Parameters and buffers are on the device anyway, so a copy of one in host memory would free nothing.
         if elements is None and not isinstance(tensor, nn.Parameter) and key[0] not in self._fixed():
             # The complete storage is copied, because its memory can be released only if no tensor in it stays on the
             # device.
@@ -183,12 +186,14 @@ class Away:
             layer: Name of the layer, for errors.
             module: Layer.
         """
+        # A round without backward has seen nothing, so what the round before it has learnt stays.
         if not self._calls and self._coming_first:
             self._came_first, self._coming_first = self._coming_first, set()
         if not self._calls:
             self._first_call = self._count
         comes_first = self._count - self._first_call in self._came_first
         call = OffloadedCall(self, self._count, layer, module, comes_first=comes_first)
+        # The dictionary is weak, so an entry may go while the loop runs; the list holds them all.
         for number, earlier in list(self._calls.items()):
             if number < call.number - self._to_host.ahead:
                 for elements in _alive(earlier):
@@ -203,6 +208,7 @@ class Away:
         if call.is_approached:
             return
         call.is_approached = True
+        # The elements are still on the device, so their copy out was for nothing: the next round does not begin it.
         if any(elements.copy is not None and elements.copy.source is not None for elements in _alive(call)):
             self._coming_first.add(call.number - self._first_call)
         fetch = HostCopy.fetch if self._to_host.store is None else self._to_host.fetch

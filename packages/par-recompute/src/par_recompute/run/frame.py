@@ -77,6 +77,7 @@ class DroppedOutput:
         self._then.check(f"module {self._name!r}")
         random = _random(self._device)
         # The graph of this call is never used, so what it would save is thrown away at once.
+        # Some modules choose another kernel without gradients, such as the fast path of nn.TransformerEncoderLayer.
         with torch.enable_grad(), self._autocast(), self._then.restored(), saved_tensors_hooks(_nothing, _never):
             made: Tensor = self._module.forward(source).detach()
         if any(not torch.equal(now, before) for now, before in zip(_random(self._device), random, strict=True)):
@@ -134,6 +135,7 @@ class Frame:
             if is_plain(tensor)
         }
         sizes = {identity: self._resident[identity] for identity in kept - fixed}
+        # From here on, the graph alone owns the notes and tensors: a frame that held them would keep their memory.
         self._notes.clear()
         self._all.clear()
         self._kept.clear()
@@ -160,6 +162,7 @@ class Frame:
         if before is not None and (before.version, before.dtype) == (version_of(output), output.dtype):
             return  # an inner module made it
         note = DroppedOutput(name, module, self._pack(source), source, output)
+        # A note unpacks its input once, whenever it is made again; `close` takes this back if nobody needs the note.
         use(note.source)
         self._alive.append(StorageWeakRef(storage))
         self._notes[identity] = note
@@ -174,6 +177,7 @@ class Frame:
         """Return the packed form of a tensor: a part of a dropped output, or the saved tensor."""
         storage = tensor.untyped_storage()
         identity, geometry, version = identity_of(storage), Geometry.of(tensor), version_of(tensor)
+        # `replay` in plan/table.py decides in the same way; if the two differed, the predicted bytes would be wrong.
         if identity not in self._resident:
             note = self._notes.get(identity)
             # After a write in place, recomputation would return the elements before the write, so such a tensor is

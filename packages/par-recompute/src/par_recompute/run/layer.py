@@ -119,10 +119,13 @@ class Layer:
         within = in_checkpoint()
         if within and self.planner.is_table:
             return
+        # This comes before `choose`, which counts the call: the first call of a forward sets the counts to 0.
         if not self.known.is_in(self.planner.forward):
             self.ran = []
         dropped = self.planner.choose(self.known, args, kwargs)
         away = None if self.planner.fake or within else self._away
+        # Offloading opens its hooks before the run does. They are then the outer ones, to which the run passes what it
+        # keeps.
         call = None if away is None else away.begin(self.known.name, self.known.module)
         run: Frame | Whole | Watched
         if dropped is None:
@@ -142,10 +145,12 @@ class Layer:
         if running is None:
             return
         run, call, dropped = running
+        # Hooks on saved tensors are a stack, so the run ends before the offloading around it.
         sizes = run.close()
         on_host = {} if call is None else call.close()
         counted = None if self.planner.contexts() else sizes
         self.ran.append(Ran(self.known.current, self.known.sizes, dropped, counted, on_host))
+        # The table of a call that raised ends in the middle, so it is thrown away, and the next call is observed.
         if isinstance(run, Watched) and run.table is not None and output is not None:
             self.planner.record(self.known, args, kwargs, run.table)
 
@@ -158,6 +163,7 @@ class Layer:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run the layer again, including the hooks that other code has put on it."""
+        # The call below runs the layer's own hooks, too; `begin` must not take it for a call of forward.
         before, self._again = self._again, True
         self.planner.in_backward = True
         began = self._now() if self.planner.measures else None

@@ -64,6 +64,7 @@ class Kept:
         if self._loaded is None:
             self._loaded, self._left = self._unpack(self._value), self.uses
         tensor, self._left = self._loaded, self._left - 1
+        # The next backward of a graph that is kept finds nothing here, and unpacks again.
         if self._left <= 0:
             self._loaded = None
         return tensor

@@ -102,6 +102,8 @@ class Known:
         """Record a call in a forward of the model, and return whether the layer's previous call was in the same one."""
         same = forward is not None and forward == self.forward
         if not same:
+            # Where the model is never called, nothing tells where a forward ends, so no count is carried on to the next
+            # one.
             self.before = Counter() if forward is None else self.calls
             self.calls = Counter()
         self.forward = forward
@@ -109,6 +111,8 @@ class Known:
 
     def running(self) -> dict[CallKind, int]:
         """Return the number of calls per forward of each kind with the modes and autocast of the latest call."""
+        # The forward before this one says how many calls are to come. A call in another mode, such as evaluation, is in
+        # another forward.
         now = self.current
         most = self.before | self.calls
         return {kind: count for kind, count in most.items() if now is not None and kind[:3] == now[:3]}
@@ -133,6 +137,7 @@ class Planner:
 
     def enter(self) -> None:
         """Begin a forward of the model."""
+        # A model that calls itself has one forward, the outermost; budgets are for all that runs in it.
         self._forwards += self._depth == 0
         self._depth += 1
 
@@ -261,7 +266,11 @@ class Planner:
             return
         calls = self._calls()
         if isinstance(self.policy, Keep):
-            self._within(self.policy, calls)
+            # A budget in percent refers to the bytes that are saved if nothing is dropped.
+            budget = self.policy.bytes_of(sum(each.calls * kept(each.table, ()) for _, each in calls))
+            # One choice for each layer and kind of call: all calls of the kind in a forward drop the same modules.
+            for (_, each), choice in zip(calls, knapsack(self._frontiers(calls), budget), strict=True):
+                each.dropped = choice.dropped
             return
         named = False
         for layer, each in calls:
@@ -289,13 +298,6 @@ class Planner:
             return None
         save: Any = self.policy.save if callable(self.policy.save) else list(self.policy.save)
         return lambda: create_selective_checkpoint_contexts(save)
-
-    def _within(self, policy: Keep, calls: Sequence[tuple[Known, Seen]]) -> None:
-        """Make one choice per layer and kind of call, within the budget; all calls of the kind use it."""
-        # A budget in percent refers to the bytes that are saved if nothing is dropped.
-        budget = policy.bytes_of(sum(each.calls * kept(each.table, ()) for _, each in calls))
-        for (_, each), choice in zip(calls, knapsack(self._frontiers(calls), budget), strict=True):
-            each.dropped = choice.dropped
 
     @staticmethod
     def _frontiers(calls: Sequence[tuple[Known, Seen]]) -> list[list[Choice]]:

@@ -83,6 +83,7 @@ class Whole:
         """Begin to drop the tensors that autograd saves."""
         with torch.no_grad():
             self._before = self._written.before(self._module)
+        # The forward runs between the two steps of the generator, the second of which ends it.
         next(self._generator)
 
     def close(self) -> dict[int, int]:
