@@ -51,9 +51,13 @@ def capture(
         describe, list_ranks = attributes.DOING.of(type(holder)), attributes.WAITS_FOR.of(type(holder))
         doing = doing or ("" if describe is None else describe(holder))
         waits_for = waits_for or (() if list_ranks is None else list_ranks(holder))
-    sites: tuple[str, ...] = ()
+    failure, sites = "", tuple[str, ...]()
     if error is not None:
+        # The report is one line, so it has only the first line of the error.
+        first = next(iter(str(error).splitlines()), "")
+        failure = f"{type(error).__name__}: {first}" if first else type(error).__name__
         calls = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+        # A traceback begins with the outermost call, and a place in the program with the innermost.
         sites = call_sites(calls[::-1])
     return Dump(
         rank=rank,
@@ -68,18 +72,13 @@ def capture(
         frames=tuple(_frame(frame, line) for frame, line in stack[:_FRAMES]),
         doing=doing,
         waits_for=waits_for,
-        error="" if error is None else _first_line(error),
+        error=failure,
         error_sites=sites,
         non_finite=activity.non_finite(),
         facts=dict(activity.facts),
         communicators=recorder.communicators(),
         no_record=recorder.missing,
     )
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}" if lines[0] else type(error).__name__
 
 
 def _stack(thread: int) -> Iterator[tuple[FrameType, int]]:

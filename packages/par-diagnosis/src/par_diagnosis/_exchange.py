@@ -82,7 +82,7 @@ class DumpExchange:
         """
         # This rank was stuck during earlier exchanges, and they have ended without it.
         while self._store.check([f"{self._prefix}/{self._number}/reported"]):
-            self._number += 1  # this rank was late for those
+            self._number += 1
         self._store.set(f"{self._prefix}/{self._number}/call", reason)
 
     def called(self) -> str:

@@ -168,7 +168,7 @@ def _late(dumps: Mapping[int, Dump], waits: Mapping[int, _Wait]) -> str:
         chain, is_closed = _chain(start, dumps, waits)
         # A circle is another cause. A chain of one rank ends there: it waits only for ranks without a dump.
         if is_closed or len(chain) < 2:
-            continue  # a circle is another cause, and a rank alone waits for no rank that has a dump
+            continue
         root, waiter = dumps[chain[-1]], chain[-2]
         # The rank waits for a message, which is no collective, so no operation can be named.
         if waiter not in waits:

@@ -230,7 +230,7 @@ class Watchdog:
                     self._exchange.call(reason)
                 self._knows_failure |= self._exchange.answer(dump, self._journal.report) == "error"
             except RuntimeError as lost:
-                # gone.
+                # The store has gone with rank 0, which hosts it, so this rank reports alone on what it knows.
                 host = {0: f"is gone with the store that it hosts ({str(lost).splitlines()[0]})"}
                 absent = {} if self._journal.rank == 0 else host
                 self._journal.report(Answers(reason, {self._journal.rank: dump}, absent))
