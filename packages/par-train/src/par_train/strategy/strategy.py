@@ -453,7 +453,6 @@ class Strategy(StrategyFiles):
         if self._closed:
             return
         self._closed = True
-        # Groups and torch.distributed end last, since all others use them.
         with ExitStack() as last_first:  # if one of these raises, the rest still runs
             last_first.callback(self.started.close)
             for reference, _ in self._state.loaders:
