@@ -190,6 +190,7 @@ def decode_header(read: Callable[[int, int], bytes], size: int, file: str) -> Sa
     entries = parse_object(read(8, 8 + length), file)
     metadata = text_map(entries.pop(_METADATA, {}), f"{file}, {_METADATA}")
     stored = {name: _decode_entry(name, entry, f"{file}, tensor {name!r}") for name, entry in entries.items()}
+    # By both ends: an empty tensor comes before the one that begins at the same byte.
     tensors = dict(sorted(stored.items(), key=lambda item: (item[1].begin, item[1].end)))
     begin = 0
     for name, tensor in tensors.items():

@@ -111,6 +111,7 @@ class PieceRequests:
             dtype = wire_dtype(tensor.dtype, each.dtype)
             code = DTYPES.index(dtype) + 1 if dtype != tensor.dtype else 0
             for (start, size), givers in alike[key]:
+                # A rank that holds a part is the only giver of it.
                 if givers[0] == rank:
                     self.local.append(MemoryPiece(each.tensor, start, size, dtype, each.copy))
                     continue

@@ -249,6 +249,7 @@ def indexes_of(tensors: Iterable[GlobalTensor]) -> list[BoxIndex]:
     found = []
     for tensor in tensors:
         boxes, shape = tensor.boxes, tensor.shape
+        # Layers that are sharded alike share their `Boxes`, so most tensors need no look at the content.
         if (id(boxes), shape) not in made:
             content = b"".join(bytes(bytes_of(part.contiguous())) for part in (boxes.starts, boxes.sizes))
             # The geometry is shared even if the holders differ, as for the layers of different pipeline stages.

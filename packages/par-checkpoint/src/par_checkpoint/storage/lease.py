@@ -201,6 +201,7 @@ def _this() -> Holder:
         boot = (
             Path("/proc/sys/kernel/random/boot_id").read_text().strip()
             + ":"
+            # Containers of one machine have the same boot id, but count processes on their own.
             + str(Path("/proc/self/ns/pid").readlink())
         )
     except OSError:

@@ -190,6 +190,7 @@ def _look_at(path: Path) -> tuple[HostShard, PartRecord | None]:
     for name, homes in record.homes.items():
         file = manifest.files[name]
         blocks = zip(block_ranges(file.size, file.data_begin, file.block), homes, strict=True)
+        # Each part has the header of every file.
         size += file.data_begin + sum(end - begin for (begin, end), part in blocks if part == record.part)
     part = HostShard(
         path=str(path),

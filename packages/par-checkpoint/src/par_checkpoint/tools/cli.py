@@ -47,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int = given.run(given)
         sys.stdout.flush()
     except BrokenPipeError:  # of `par-checkpoint ls ... | head`
+        # Python flushes the output once more when it ends, and would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
@@ -54,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except (CheckpointError, OSError, ValueError, TypeError, ImportError) as error:
         sys.stderr.write(f"par-checkpoint {given.command}: {error}\n")
+        # 2 is what argparse returns for wrong arguments.
         return 1 if isinstance(error, CheckpointError | OSError) else 2
     return code
 
@@ -209,6 +211,7 @@ def _diff(given: argparse.Namespace) -> int:
     before = [version_of(folder) for folder in folders]
     outlines = [read_outline(folder) for folder in folders]
     for folder, outline in zip(folders, outlines, strict=True):
+        # Else corrupt bytes would be shown as a difference of the two.
         check_blocks(folder, outline)
     reads = [reader_of(folder, outline) for folder, outline in zip(folders, outlines, strict=True)]
     different = 0

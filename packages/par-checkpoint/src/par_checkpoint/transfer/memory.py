@@ -113,6 +113,8 @@ class LocalState:
         for entry in entries:
             if entry.key in numbers:
                 local = entry.local
+                # Only such a tensor has the bytes of the file in memory, so that blocks are read into it, or written
+                # from it, directly.
                 is_plain = local.device.type == "cpu" and local.dtype == entry.dtype and local.is_contiguous()
                 flat = local.view(-1).view(torch.uint8) if is_plain else None
                 parts.setdefault(numbers[entry.key], []).extend(

@@ -250,6 +250,8 @@ class _Reader:
         def fill(to: int, pieces: Sequence[BlockPiece], buffer: torch.Tensor) -> torch.Tensor:
             del to
             for piece, view in zip(pieces, local.packed(pieces, buffer), strict=True):
+                # A piece that this rank passes on has arrived in its tensors; one that it has read is still in the
+                # block.
                 block = block_of.get(id(piece))
                 copy_elements_(view, local.view(piece) if block is None else local.in_block(piece, block))
             return buffer
