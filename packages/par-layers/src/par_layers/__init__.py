@@ -17,6 +17,7 @@ from ._layer_set import LayerSet, layer_set
 from .context.balance import balance_chunks
 from .context.context import Context
 from .context.cost import AttentionMemory, AttentionShape, attention_memory, attention_pairs, num_gather_parts
+from .context.existing.documents import separate_documents_
 from .context.function import context_attention
 from .context.mask import Mask
 from .context.tokens import Tokens
@@ -144,6 +145,7 @@ __all__ = [
     "register_style",
     "scatter_to",
     "select_experts",
+    "separate_documents_",
     "sync_aux_loss_",
     "uniform",
     "unstable_kernels",

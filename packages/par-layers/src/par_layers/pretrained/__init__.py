@@ -5,6 +5,7 @@ arguments, labels and a loss, which `sequence` splits over ranks, and `batches` 
 weighs the losses of routers in a step of several batches. `sample` continues prompts.
 """
 
+from ..context.existing.documents import check_packed_rows
 from .adapters import (
     adapter_tensors,
     adapters_in,
@@ -43,6 +44,7 @@ __all__ = [
     "balance_factor",
     "base_name",
     "causal_lm_loss",
+    "check_packed_rows",
     "check_pretrained",
     "cut_dict",
     "draw_adapters_",

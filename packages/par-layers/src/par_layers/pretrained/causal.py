@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from par_groups import attributes
 
+from ..context.existing.documents import FOUND, packed_documents
 from ..models.parallel import Parallelization, parallelization_of
 
 IGNORE_INDEX = -100
@@ -144,6 +145,11 @@ class CausalModel:
         self._known: Parallelization | None = parallelization_around(model)
         names = inspect.signature(inspect.unwrap(type(self._model).forward)).parameters
         self._takes = names.keys() - {"input_ids", "labels", "shift_labels", "num_items_in_batch"}
+        # A prepared model takes positions also if its forward does not: they describe documents.
+        self._separates = "position_ids" in names or hasattr(self._model, FOUND)
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in names.values())
+        # With a cache, transformers does not separate documents. Some forwards take `use_cache` without naming it.
+        self._may_cache = "use_cache" in names or (takes_any and hasattr(self._model.config, "use_cache"))
 
     def fed(self, batch: Mapping[str, Any]) -> tuple[tuple[Tensor], dict[str, Any], Tensor]:
         """Convert a batch of a collator into arguments of the model and labels.
@@ -157,11 +163,21 @@ class CausalModel:
             `par_tokens`, which was split over sequence ranks, they are shifted already.
 
         Raises:
-            ValueError: The batch has no ids, or a mask in addition to positions that restart in a row.
+            ValueError: The batch has no ids, or a mask in addition to positions that restart in a row. Or positions
+                restart, and the model takes no positions.
         """
         labels = next_labels(batch)
         keywords = {name: value for name, value in batch.items() if name in self._takes and value is not None}
-        if "use_cache" in self._takes:
+        positions = batch.get("position_ids")
+        if self._separates and positions is not None:
+            keywords["position_ids"] = positions
+        elif isinstance(positions, Tensor) and packed_documents(positions) is not None:
+            raise ValueError(
+                f"{type(self._model).__name__} takes no position_ids, so the documents of packed rows would read each "
+                "other; call par_layers.separate_documents_(model) before you shard the model, or put one document in "
+                "each row"
+            )
+        if self._may_cache:
             keywords["use_cache"] = False
         if TOKENS in batch:
             keywords[TOKENS] = batch[TOKENS]

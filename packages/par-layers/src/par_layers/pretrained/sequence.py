@@ -10,7 +10,9 @@ from par_groups import attributes
 
 from .._layer_set import LayerSet
 from ..context.context import Context
+from ..context.existing.documents import prepare_packed_rows_
 from ..layers.dropout import active_dropouts
+from ..models.parallel import parallelization_of
 from .causal import IGNORE_INDEX, TOKENS, next_labels, pretrained_in, unlike_causal
 
 _TARGETS = ("labels", "shift_labels", "num_items_in_batch")
@@ -51,10 +53,14 @@ def check_pretrained(model: nn.Module, context: Context, *, tensor_ranks: int, t
 def attend_over_(model: nn.Module, context: Context) -> None:
     """Replace the attention of the transformers models in a module by that of a context, in place.
 
-    For a pipeline stage this has happened before the model was split.
+    With one rank of the sequence, the models separate the documents of packed rows by themselves from now on, or raise
+    an error for packed rows. For a pipeline stage both have happened before the model was split.
     """
-    for pretrained in pretrained_in(model) if context.is_split and not attributes.PRETRAINED.is_on(model) else ():
-        context.transformers_(pretrained)
+    for pretrained in pretrained_in(model) if not attributes.PRETRAINED.is_on(model) else ():
+        if context.is_split:
+            context.transformers_(pretrained)
+        elif parallelization_of(pretrained) is None:  # a copy of a sharded model would communicate
+            prepare_packed_rows_(pretrained)
 
 
 def reaches_other_tokens(model: nn.Module) -> bool:

@@ -1,6 +1,7 @@
 """The steps of `Strategy.initialize`: check all objects, then take each bundle of models through all plugins."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -105,10 +106,10 @@ def check_objects(
                     "attribute; compute attention with context.attention of Strategy.context, or with Strategy.layers, "
                     "or give these ranks to data, tensor or pipeline"
                 )
-        with together("attention over a sequence", None):
-            for model in models:
-                # It is the first change of an object, once every rank has checked everything.
-                attend_over_(model, context)
+    # It is the first change of an object, once every rank has checked everything.
+    with nullcontext() if context is None else together("attention over a sequence", None):
+        for model in models:
+            attend_over_(model, strategy.context)
     return objects, bundles, loaders
 
 

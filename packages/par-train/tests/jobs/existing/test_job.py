@@ -296,11 +296,9 @@ TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 @pytest.mark.skipif(not hasattr(transformers, "Qwen3NextConfig"), reason="transformers has no hybrid model")
 @pytest.mark.ranks(2, timeout=240)
 def test_a_hybrid_split_over_its_sequence_resumes_without_a_split(tiny, tmp_path):
-    """Over windows of text, because in one process the state of a document leaks into the next one of a row."""
+    """Rows hold several documents, whose states are separated on one rank as on two."""
     hybrid = hybrid_of(tiny, tmp_path / "model")
-    data = DataOptions(
-        path=str(hybrid[1]["chat"]), packing="stream", context=126, validation_fraction=0.2, validation_windows=9
-    )
+    data = DataOptions(path=str(hybrid[1]["chat"]), context=126, validation_fraction=0.2, validation_windows=9)
     check_handed_on(
         hybrid, tmp_path, [{"parallel": over("gather")}, {}, {"parallel": over("ring"), "zero": 1}], data=data
     )
@@ -383,6 +381,11 @@ def test_what_cannot_be_trained_on_is_refused_on_every_rank_before_anything_is_w
             (small / path.name).write_bytes(path.read_bytes())
         config = json.loads((small / "config.json").read_text())
         (small / "config.json").write_text(json.dumps({**config, "vocab_size": 300}))
+        bloom = tmp_path / "bloom"
+        shutil.copytree(model, bloom, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+        transformers.BloomConfig(
+            vocab_size=512, hidden_size=32, n_layer=1, n_head=4, architectures=["BloomForCausalLM"]
+        ).save_pretrained(bloom)
     dist.barrier()
     refused(r"bad\.jsonl, line 3 has 3 under 'text'; use a string", with_data(path=str(tmp_path / "bad.jsonl")))
     refused(r"empty\.jsonl' has no document", with_data(path=str(tmp_path / "empty.jsonl")))
@@ -394,6 +397,10 @@ def test_what_cannot_be_trained_on_is_refused_on_every_rank_before_anything_is_w
     refused(
         r"knows 512 tokens, and the model's embedding has 300",
         replace(options, model=ModelOptions(path=str(tmp_path / "small"))),
+    )
+    refused(
+        r"bloom': .* \(BloomAttention\) of BloomForCausalLM reads across the documents of a packed row",
+        replace(options, model=ModelOptions(config=str(tmp_path / "bloom"))),
     )
     refused("Say.* tokens, which with sample.tokens 256 are more than the model's 256", with_samples("Say", 256))
     refused("'', of which the tokenizer makes no token", replace(with_samples("", 4), data=jsonl))

@@ -44,14 +44,8 @@ def carry(model: nn.Module, layers: Iterable[RecurrentLayer], group: str, rank: 
         rank: Index of this rank in the group.
     """
     for layer in layers:
-        module = model.get_submodule(layer.name)
-        forward = CarriedForward(module, layer, StateLink(group, rank))
-        module.__dict__["forward"] = forward
-        # Some layers pass no keywords to their recurrent module. The modules around it do get the split.
-        path = layer.name.split(".")
-        for around in (model.get_submodule(".".join(path[:depth])) for depth in range(1, len(path))):
-            around.register_forward_pre_hook(forward.enter, with_kwargs=True)
-            around.register_forward_hook(forward.leave, always_call=True)
+        forward = CarriedForward(model.get_submodule(layer.name), layer, StateLink(group, rank))
+        forward.replace_forward_(model, layer.name)
 
 
 def stop_at(model: nn.Module, parts: Iterable[str]) -> None:
@@ -72,31 +66,59 @@ def stop_at(model: nn.Module, parts: Iterable[str]) -> None:
         model.get_submodule(name).register_forward_pre_hook(partial(stop, name=name))
 
 
-class CarriedForward:
+class TokensFromAround:
+    """Forward of a module that needs the split of its tokens, also if the code around it passes no keywords on.
+
+    Attributes:
+        tokens: Splits that the modules around it received in the calls under way, innermost last.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: list[Tokens | None] = []
+
+    def replace_forward_(self, model: nn.Module, name: str) -> None:
+        """Become the forward of a module of a model, in place.
+
+        Args:
+            model: The model.
+            name: Name of the module.
+        """
+        model.get_submodule(name).__dict__["forward"] = self
+        # The modules around it get the split. Recomputation calls one of them again, in backward.
+        path = name.split(".")
+        for around in (model.get_submodule(".".join(path[:depth])) for depth in range(len(path))):
+            around.register_forward_pre_hook(self.enter, with_kwargs=True)
+            around.register_forward_hook(self.leave, always_call=True)
+
+    def known(self, keywords: dict[str, Any]) -> Tokens | None:
+        """Return the split in the keywords of the module, or of the nearest module around it; None without one."""
+        given = [keywords.get("par_tokens"), *reversed(self.tokens)]
+        return next((each for each in given if isinstance(each, Tokens)), None)
+
+    def enter(self, module: nn.Module, args: Any, keywords: dict[str, Any]) -> None:
+        """Store the split of the tokens that a module around this one receives. It is a forward pre-hook."""
+        del module, args
+        tokens = keywords.get("par_tokens")
+        outer = self.tokens[-1] if self.tokens else None
+        self.tokens.append(tokens if isinstance(tokens, Tokens) else outer)
+
+    def leave(self, *_: Any) -> None:
+        """Drop the split that `enter` stored. It is a forward hook, and runs also if a hook before `enter` raised."""
+        del self.tokens[-1:]
+
+
+class CarriedForward(TokensFromAround):
     """Forward of a recurrent module over a split sequence.
 
     Args:
         module: The module.
         layer: Name, cache and states of the module.
         link: Connection to the neighbouring ranks.
-
-    Attributes:
-        tokens: Splits that the modules around it received in the calls under way, innermost last.
     """
 
     def __init__(self, module: nn.Module, layer: RecurrentLayer, link: StateLink) -> None:
+        super().__init__()
         self._module, self._layer, self._link = module, layer, link
-        self.tokens: list[Tokens | None] = []
-
-    def enter(self, module: nn.Module, args: Any, keywords: dict[str, Any]) -> None:
-        """Store the split of the tokens that a module around this one receives. It is a forward pre-hook."""
-        del module, args
-        tokens = keywords.get("par_tokens")
-        self.tokens.append(tokens if isinstance(tokens, Tokens) else None)
-
-    def leave(self, *_: Any) -> None:
-        """Drop the split that `enter` stored. It is a forward hook."""
-        self.tokens.pop()
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         """Compute the parts of documents on this rank, one after the other.
@@ -104,9 +126,7 @@ class CarriedForward:
         Raises:
             ValueError: The split of the tokens is missing or does not match, or ranks do not hold consecutive tokens.
         """
-        given = keywords.get("par_tokens")
-        known = [given, *reversed(self.tokens)]
-        tokens = next((each for each in known if isinstance(each, Tokens)), None)
+        tokens = self.known(keywords)
         if tokens is None:
             raise ValueError(
                 f"{self._layer.name} needs the split of its tokens; call model(**batch, par_tokens=tokens)"
@@ -145,7 +165,7 @@ class CarriedForward:
                 sent = send(part[names[1]], first_tensor(output), states, self._link, with_gradient=is_trained)
                 output = sent if isinstance(output, Tensor) else (sent, *output[1:])
             pieces.append((span, output))
-        return _assembled(pieces)
+        return assembled(pieces)
 
 
 def call(module: nn.Module, arguments: dict[str, Any], cache: str, before: States) -> tuple[Any, States]:
@@ -200,7 +220,7 @@ def first_tensor(output: Any) -> Tensor:
     return result
 
 
-def _assembled(pieces: list[tuple[DocumentPart, Any]]) -> Any:
+def assembled(pieces: list[tuple[DocumentPart, Any]]) -> Any:
     """Return the output of all parts together: activations [rows, tokens, ...], and None for other outputs."""
     ordered = sorted(pieces, key=lambda piece: (piece[0].rows, piece[0].start))
     by_rows: dict[tuple[int, int], list[Tensor]] = {}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..tokens import Tokens
-from .recurrent import CarriedForward, RecurrentLayer, call, first_tensor, mapped, sliced
+from .recurrent import RecurrentLayer, TokensFromAround, call, first_tensor, mapped, sliced
 from .states import DocumentPart, States
 
 LENGTH = 73
@@ -90,12 +90,7 @@ class _TrialRun:
 
     def __init__(self, model: Any, attend: Callable[[nn.Module, object], None]) -> None:
         self._kind = type(model).__name__
-        self._model: Any = _stand_in(model)
-        for module in self._model.modules():
-            module._forward_hooks.clear()
-            module._forward_pre_hooks.clear()
-            if isinstance(module.__dict__.get("forward"), CarriedForward):  # of a context that the model has already
-                del module.__dict__["forward"]
+        self._model: Any = stand_in(model, _positive)
         # Learned positions end somewhere, in tiny models before the trial does.
         attend(self._model, _TokenByToken(getattr(model.config.get_text_config(), "max_position_embeddings", None)))
         self._calls: list[_MixingCall] = []
@@ -194,15 +189,18 @@ class _TokenByToken:
         return self
 
 
-def _stand_in(model: nn.Module) -> Any:
-    """Return a copy of a model on the CPU in fp32, whose large parameters take no memory."""
+def stand_in(model: nn.Module, draw: Callable[[nn.Parameter, torch.Generator], Tensor]) -> Any:
+    """Return a copy of a model on the CPU in fp32, without hooks, whose large parameters take no memory.
+
+    Args:
+        model: A Hugging Face Transformers model on any device, also meta.
+        draw: Function that returns the values of a parameter, expanded or strided to its shape.
+    """
     generator = torch.Generator().manual_seed(0)
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         if parameter.is_floating_point():
-            drawn = parameter.shape if parameter.numel() <= SMALL else parameter.shape[-1:]
-            # All numbers are positive and small: a model may take their root, or their logarithm.
-            values = (torch.rand(drawn, generator=generator) * 0.04 + 0.01).expand(parameter.shape)
+            values = draw(parameter, generator)
         else:
             values = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
         memo[id(parameter)] = nn.Parameter(values, requires_grad=False)
@@ -210,6 +208,9 @@ def _stand_in(model: nn.Module) -> Any:
         dtype = torch.float32 if buffer.is_floating_point() else buffer.dtype
         copied_buffer = torch.ones(buffer.shape, dtype=dtype)
         memo[id(buffer)] = copied_buffer if buffer.is_meta else copied_buffer.copy_(buffer)
+    # States of an earlier forward, which some modules keep, have a graph and cannot be copied.
+    kept = (each for module in model.modules() for each in vars(module).values() if isinstance(each, Tensor))
+    memo.update((id(each), each.detach()) for each in kept if not each.is_leaf)
     copied: Any = copy.deepcopy(model, memo)
     for before, module in zip(model.modules(), copied.modules(), strict=True):
         own = [each for each in before.buffers(recurse=False) if each.is_meta]
@@ -221,10 +222,20 @@ def _stand_in(model: nn.Module) -> Any:
             values = torch.rand(module.in_features, generator=generator) * 0.04 + 0.01
             weight = values.expand(module.out_features, module.in_features)
             module.weight = nn.Parameter(weight, requires_grad=False)
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+        if isinstance(module.__dict__.get("forward"), TokensFromAround):  # of a context that the model has already
+            del module.__dict__["forward"]
     copied.config.get_text_config().use_cache = False
     if hasattr(copied, "set_experts_implementation"):
         copied.set_experts_implementation("eager")  # it computes the experts that the few tokens choose, no others
     return copied.eval()
+
+
+def _positive(parameter: nn.Parameter, generator: torch.Generator) -> Tensor:
+    """Return small positive values for a parameter: a model may take their root, or their logarithm."""
+    drawn = parameter.shape if parameter.numel() <= SMALL else parameter.shape[-1:]
+    return (torch.rand(drawn, generator=generator) * 0.04 + 0.01).expand(parameter.shape)
 
 
 def _poison(module: nn.Module, args: Any, output: Tensor) -> Tensor:

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from par_groups import together
-from par_layers.pretrained import make_on_meta, write_config
+from par_layers.pretrained import check_packed_rows, make_on_meta, pretrained_of, write_config
 from par_plan import PretrainedShape, model_flops
 from par_precision import precision_of
 
+from ..._errors import as_user_error
 from ...run.output import end_of
 from ...strategy.pretrained.files import adapter_parts
 from ...strategy.strategy import Strategy
@@ -43,14 +44,21 @@ class PretrainedModel(Recipe):
         self._prompts = Prompts(options, folder, is_chat=data.formats == {"chat"})
 
     def make_model(self, strategy: Strategy) -> nn.Module:
-        """Make this rank's part of the model, in training mode. Collective."""
-        return strategy.from_pretrained(
+        """Make this rank's part of the model, in training mode. Collective.
+
+        Raises:
+            UserError: The model cannot separate the documents of packed rows; on every rank.
+        """
+        model = strategy.from_pretrained(
             self.folder.path,
             dtype=weights_dtype(self.options, self.folder),
             attention=self.options.model.attention or None,
             adapter=_lora_config(self.options, self.folder),
             weights=bool(self.folder.weights),
-        ).train()
+        )
+        with as_user_error(f"{str(self.folder.path)!r}: "):
+            check_packed_rows(pretrained_of(model))
+        return model.train()
 
     def prepare(self, batch: BatchDict) -> tuple[BatchDict, None]:
         """Return the batch as it is: the model computes its own loss from a dict."""
