@@ -1,0 +1,98 @@
+"""Hybrid models on packed rows, over tensor ranks and in a pipeline: every gradient of one process, or a reason."""
+
+import pytest
+import torch
+
+from par_groups import ProcessGroups, Topology
+from par_layers import separate_documents_, verify_plan
+from par_testing import keep_fp64, storm
+from par_train import Strategy
+
+transformers = pytest.importorskip("transformers", minversion="5.23")
+from .atlas import _models  # noqa: E402 - after the skip
+
+EQUAL = 1e-10
+DOCUMENTS = [[12], [5, 1, 6]]
+TENSOR = ["jamba", "lfm2_moe", "nemotron_h", "qwen3_next"]
+MORE_TENSOR = [
+    "bailing_hybrid",
+    "bamba",
+    "gpt_oss",
+    "granitemoehybrid",
+    "kimi_linear",
+    "minimax",
+    "olmo_hybrid",
+    "qwen3_5_text",
+]
+PIPELINE = ["minimax", "olmo_hybrid", "qwen3_next"]
+MORE_PIPELINE = ["bailing_hybrid", "gpt_oss", "kimi_linear", "qwen3_5_moe_text", "qwen3_5_text"]
+NO_STAGES = ["bamba", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "nemotron_h", "zamba2"]
+
+
+def packed():
+    """Two rows, of which the second has three documents."""
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in DOCUMENTS])
+    ids = torch.randint(3, 40, (2, 12), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
+
+
+def check_tensor(name):
+    with keep_fp64(), ProcessGroups(Topology.from_config({"tensor": {"size": 2, "mode": "1d"}}, 2)) as groups:
+        batch = {**packed(), "use_cache": False}
+        compared = verify_plan(lambda: separate_documents_(_models.make(name)), groups, batch)
+    wrong = {key: far for key, far in compared.gradients.items() if far > EQUAL}
+    assert compared.worst < EQUAL, (name, compared.loss, wrong)
+
+
+def check_pipeline(name):
+    batch, reference = packed(), separate_documents_(_models.make(name))
+    with keep_fp64(), Strategy(parallel={"pipeline": 2}, pipeline={"microbatches": 2}) as strategy:
+        expected = reference(**batch, use_cache=False).loss
+        expected.backward()
+        gradients = {key: each.grad for key, each in reference.named_parameters() if each.grad is not None}
+        model = _models.make(name)
+        model, optimizer = strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        before = {key: each.detach().clone() for key, each in model.named_parameters()}
+        loss = strategy.execute_pipeline(iter([batch]), model, None, optimizer)
+        optimizer.step()  # by the gradient itself
+        assert abs(loss.item() - expected.item()) < EQUAL, name
+        checked = 0
+        for key, parameter in model.named_parameters():
+            gradient = gradients.get(key.partition(".")[2] if key[0].isdigit() else key)
+            if gradient is not None:
+                scale = max(1.0, gradient.abs().max().item())
+                assert (before[key] - parameter - gradient).abs().max().item() / scale < EQUAL, (name, key)
+                checked += 1
+        assert checked > 5, name
+
+
+@pytest.mark.ranks(2, timeout=240)
+def test_hybrids_over_two_tensor_ranks_equal_one_process():
+    for name in TENSOR:
+        check_tensor(name)
+    for name in ("zamba2", "recurrent_gemma"):
+        with pytest.raises(TypeError, match="ForCausalLM has no plan for tensor parallelism; give one"):
+            check_tensor(name)
+
+
+@pytest.mark.ranks(2, timeout=240)
+def test_hybrids_in_two_stages_equal_one_process():
+    for name in PIPELINE:
+        check_pipeline(name)
+
+
+@pytest.mark.storm
+@pytest.mark.ranks(2, timeout=240)
+@pytest.mark.parametrize("name", MORE_TENSOR)
+def test_more_hybrids_over_two_tensor_ranks_equal_one_process(name):
+    check_tensor(name)
+
+
+@pytest.mark.ranks(2, timeout=240)
+@pytest.mark.parametrize("name", [storm(name) for name in (*MORE_PIPELINE, *NO_STAGES[1:])] + NO_STAGES[:1])
+def test_more_hybrids_in_two_stages_equal_one_process_or_raise(name):
+    if name in NO_STAGES:
+        with pytest.raises(TypeError, match=r"ForCausalLM has no _pp_plan with one list of layers, so it cannot be"):
+            check_pipeline(name)
+    else:
+        check_pipeline(name)
