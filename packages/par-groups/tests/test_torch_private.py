@@ -23,6 +23,7 @@ def test_what_is_used_of_a_running_world_is_there():
     dist.destroy_process_group(group)
     assert _torch_private.number_of_groups() == before
     assert _torch_private.timeout_of(dist.new_group([0, 1], timedelta(seconds=7)), torch.device("cpu")).seconds == 7
+    assert _torch_private.default_store().add("par_groups/test", 2) in {2, 4}
     with _torch_private.group_called("mine"):
         called = dist.new_group([0, 1], use_local_synchronization=True)
     assert called.group_name == "mine"

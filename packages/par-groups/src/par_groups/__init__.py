@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .live.agreement import agree, check_alike, together
     from .live.among import group_among
     from .live.backends import Collective, accelerator_of, backend_of, check_collectives, sendable
+    from .live.calls import CallWatch
     from .live.copies import HostCopies, HostCopy, copy_to_device, copy_to_host, number_on_device
     from .live.launch import Environment, launch
     from .live.logging import RankLogger, get_logger
@@ -89,6 +90,7 @@ __all__ = [
     "Axes",
     "Box",
     "Boxes",
+    "CallWatch",
     "Channels",
     "Claims",
     "Collective",
@@ -200,6 +202,7 @@ _MODULE_OF = {
         "live.agreement": ("agree", "check_alike", "together"),
         "live.among": ("group_among",),
         "live.backends": ("Collective", "accelerator_of", "backend_of", "check_collectives", "sendable"),
+        "live.calls": ("CallWatch",),
         "live.copies": ("HostCopies", "HostCopy", "copy_to_device", "copy_to_host", "number_on_device"),
         "live.launch": ("Environment", "launch"),
         "live.logging": ("RankLogger", "get_logger"),

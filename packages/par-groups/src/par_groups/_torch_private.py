@@ -39,6 +39,14 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
     return timeout
 
 
+def default_store() -> Any:
+    """Return the key-value store of the default process group's rendezvous.
+
+    `distributed_c10d._get_default_store`, in torch 2.11 to 2.13. No public function returns this store.
+    """
+    return dist.distributed_c10d._get_default_store()
+
+
 def number_of_groups() -> int:
     """Return the number of groups that this process has made and not destroyed.
 

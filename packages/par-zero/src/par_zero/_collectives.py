@@ -18,12 +18,12 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from par_groups import backend_of, copy_to_device, copy_to_host, group_among
+from par_groups import CallWatch, backend_of, copy_to_device, copy_to_host, group_among
 
 from ._torch_private import abort_group, timeout_of
 from .layout.buffers import Buffers
 from .layout.sharers import DataParallelGroup, Groups
-from .watch.calls import CallWatch
+from .watch.calls import ModuleCalls
 
 par_wait_axis = "data"
 """See `par_groups.attributes.WAIT_AXIS`."""
@@ -67,7 +67,7 @@ def communicators(
     divisor: int | None,
     gathers_apart: bool,
     anew: bool,
-    calls: CallWatch,
+    calls: ModuleCalls,
 ) -> Groups:
     """Return the communicators of a data-parallel group. Collective over the groups for which one is made.
 

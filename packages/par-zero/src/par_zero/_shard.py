@@ -47,7 +47,7 @@ from .optimizer.agreement import agreed_blocks
 from .optimizer.assembly import assemble
 from .optimizer.blocks import stepped_elements
 from .programs.planned import register_model
-from .watch.calls import CallWatch
+from .watch.calls import ModuleCalls
 
 
 def shard(
@@ -376,7 +376,7 @@ def _communicators(
         options: Options that specify whether gradients are divided.
         gathers: Communicator on which the first group gathers. None: it is made.
     """
-    calls = CallWatch(shares[0].group, abort)
+    calls = ModuleCalls(shares[0].group, abort)
     ranks = math.prod(dist.get_world_size(group) for group in shares[0].groups)
     return tuple(
         communicators(

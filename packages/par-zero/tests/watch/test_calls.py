@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from par_groups.live import calls
 from par_testing import for_each
 from par_zero import no_sync, reset, shard, summon
-from par_zero.watch import calls
 
 from ..helpers import adamw, batch, loss_of, mlp, sgd, sharded, train, whole
 

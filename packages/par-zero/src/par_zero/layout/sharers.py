@@ -9,7 +9,7 @@ from torch import nn
 
 from par_groups import Sharding, backend_of
 
-from ..watch.calls import CallWatch
+from ..watch.calls import ModuleCalls
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +104,7 @@ class Groups:
     gathers: dist.ProcessGroup
     replicas: dist.ProcessGroup | None
     divisor: int | None
-    calls: CallWatch
+    calls: ModuleCalls
 
     @property
     def rank(self) -> int:
@@ -148,7 +148,7 @@ class Sharers:
     reach: tuple[bool, ...]
 
     @property
-    def calls(self) -> CallWatch:
+    def calls(self) -> ModuleCalls:
         """Watch over the calls of the module."""
         return self.each[0].calls
 

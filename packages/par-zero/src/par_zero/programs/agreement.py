@@ -13,7 +13,7 @@ from .._collectives import largest_of
 from .._unit import Unit
 from ..reduce.reducer import Reducer
 from ..reduce.refusals import refuse_steps
-from ..watch.calls import RESET, CallWatch
+from ..watch.calls import RESET, ModuleCalls
 from .entries import PassEvent, event_of
 
 
@@ -94,7 +94,7 @@ class Agreement:
         groups: Sequence[dist.ProcessGroup],
         device: torch.device,
         reducer: Reducer,
-        calls: CallWatch,
+        calls: ModuleCalls,
         *,
         flags: int = 2,
     ) -> None:

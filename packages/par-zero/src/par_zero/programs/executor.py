@@ -92,7 +92,7 @@ class Executor:
         return f"in the {EVENT_NAMES[event.op]} of {self._units[event.unit].name} at stage 3, {place}"
 
     def note(self, call: str) -> None:
-        """Record a call that all ranks make together: see `CallWatch.note`."""
+        """Record a call that all ranks make together: see `par_groups.CallWatch.note`."""
         self._agreement.calls.note(call)
 
     def begin_backward(self) -> None:
