@@ -1,4 +1,7 @@
-"""Vision-language models of transformers at stage 3, with images on some ranks only: equal to one device."""
+"""Vision-language models of transformers equal one device: at stage 3 with images on some ranks, and over tensor ranks.
+
+Over sequence ranks and in a pipeline they are refused by name, or equal without images.
+"""
 
 import copy
 
@@ -6,7 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from par_testing import Strict, for_each
+from par_groups import ProcessGroups, Topology
+from par_layers import verify_plan
+from par_layers.pretrained import cut_dict
+from par_testing import Strict, for_each, keep_fp64
+from par_train import Strategy
 from par_zero import shard, summon
 
 transformers = pytest.importorskip("transformers")
@@ -17,7 +24,7 @@ TEXT = {
     "intermediate_size": 24,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
-    "num_key_value_heads": 1,
+    "num_key_value_heads": 2,
     "vocab_size": 40,
     "max_position_embeddings": 64,
 }
@@ -121,3 +128,70 @@ def test_images_on_some_ranks_equal_one_device(name):
 @pytest.mark.ranks(2, backend="strict", strict=Strict(slots=1))
 def test_images_on_some_strict_ranks_equal_one_device():
     check("Llava", STEPS)
+
+
+LAYERS = "model.language_model.layers.*"
+QWEN3_VL = {
+    **{f"{LAYERS}.self_attn.{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj")},
+    **{f"{LAYERS}.self_attn.{name}": "replicated_with_grad_allreduce" for name in ("q_norm", "k_norm")},
+    **{f"{LAYERS}.mlp.{name}": "colwise" for name in ("gate_proj", "up_proj")},
+    **{f"{LAYERS}.{name}": "rowwise" for name in ("self_attn.o_proj", "mlp.down_proj")},
+}
+"""transformers' own plan shards the head alone, and par says so."""
+
+
+def made(name):
+    torch.manual_seed(0)
+    return MODELS[name]().double()
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_vision_language_models_over_tensor_ranks_equal_one_device():
+    for cuts_sequence in (False, True):
+        tensor = {"size": 2, "mode": "1d", "sequence_parallel": cuts_sequence}
+        with keep_fp64(), ProcessGroups(Topology.from_config({"tensor": tensor}, 2)) as groups:
+            for name in MODELS:
+                plan = QWEN3_VL if name == "Qwen3-VL" else "auto"
+                for with_image in (True, False):
+                    given = batch(name, 0, 0, with_image)
+                    # A length that two ranks divide, with all tokens of the image.
+                    given = {key: x[:, :8] if x.shape[-1] == 9 else x for key, x in given.items()}
+                    if cuts_sequence and name == "Qwen3-VL" and with_image:
+                        with pytest.raises(ValueError, match=r"visual_pos_masks is \[2, 8\]: Qwen3VLTextModel changes"):
+                            verify_plan(lambda name=name: made(name), groups, given, plan)
+                        continue
+                    compared = verify_plan(lambda name=name: made(name), groups, given, plan)
+                    assert compared.worst < 1e-10, (name, with_image, cuts_sequence, compared)
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_stages_and_split_sequences_refuse_images_by_name():
+    with Strategy(parallel={"pipeline": 2}, pipeline={"microbatches": 2}) as strategy:
+        for name, text in {
+            "Llava": "has parameters in 'model.vision_tower' .* which its _pp_plan does not name",
+            "Gemma3": "has parameters in 'model.vision_tower' .* which its _pp_plan does not name",
+            "Qwen3-VL": "has no _pp_plan with one list of layers",
+        }.items():
+            model = made(name)
+            with pytest.raises(TypeError, match=text):
+                strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    with keep_fp64(), Strategy(parallel={"sequence": {"size": 2, "mode": "gather"}}) as strategy:
+        for name in MODELS:
+            with pytest.raises(
+                ValueError, match=r"pixel_values is \[.*images have none; use the ranks of 'sequence' for"
+            ):
+                cut_dict(batch(name, 0, 0, with_image=True), strategy.context, compare=True)
+        for name in ("Llava", "Qwen3-VL"):  # Gemma 3 asks for masks of images, and raises
+            given, reference, model = batch(name, 0, 0, with_image=False), made(name), made(name)
+            expected = reference(**given, use_cache=False).loss
+            expected.backward()
+            before = copy.deepcopy(model.state_dict())
+            model, optimizer = strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0))
+            mine = cut_dict(given, strategy.context, compare=True)
+            loss = strategy.execute_pipeline(iter([mine]), model, None, optimizer)
+            optimizer.step()
+            assert abs(loss.item() - expected.item()) < 1e-10, name
+            for key, parameter in reference.named_parameters():
+                gradient = 0.0 if parameter.grad is None else parameter.grad
+                changed = before[key] - model.state_dict()[key]
+                assert (changed - gradient).abs().max().item() < 1e-10, (name, key)

@@ -425,7 +425,7 @@ class _Adoption:
         first, last = FirstLayer(self.grid, self.axes, self.sequence), LastLayer(self.grid, self.axes, self.sequence)
         begins, around = Begins(self.sequence), self.modules[next(names_around(self.found.layers))]
         # The hook is on the module around the layers, because callers may run the layers without the model's head.
-        around.register_forward_pre_hook(begins.before)
+        around.register_forward_pre_hook(begins.before, with_kwargs=True)
         around.register_forward_hook(begins.after, always_call=True)
         stack[0].register_forward_pre_hook(first.before, with_kwargs=True)
         for name in self.found.blocks:

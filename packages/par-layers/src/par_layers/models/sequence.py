@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class CutSequence:
@@ -75,9 +75,20 @@ class Begins:
         """Return itself: it stores no module."""
         return self
 
-    def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Decides."""
+    def before(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """Decide.
+
+        Raises:
+            ValueError: The module got a mask of all tokens for its own code, which changes activations between layers.
+        """
         del args
+        # Qwen3-VL adds features of images to the tokens of images between its layers.
+        for name, x in keywords.items() if _may_need_gradients(module) else ():
+            if isinstance(x, Tensor) and x.dtype is torch.bool and x.dim() == 2 and name != "attention_mask":
+                raise ValueError(
+                    f"{name} is {list(x.shape)}: {type(module).__name__} changes these tokens between its layers, of "
+                    "which each rank has some; use sequence_parallel=False, or batches of text"
+                )
         self.sequence.begin(module)
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
