@@ -227,6 +227,19 @@ def test_a_program_for_ray_starts_one_worker_a_rank(capsys):
     assert given["resources_per_worker"] == "{'CPU': 8, 'GPU': 1}"
 
 
+def test_an_argument_may_have_any_characters(capsys):
+    yaml = pytest.importorskip("yaml")
+    odd = 'C:\\Users\\a \U0001f600 """\nexit 7'
+    words = ["--world=2", f"--data.folder={odd}", "--device=cpu"]
+    text = rendered(capsys, "slurm", *words)
+    assert all(line[:1] in ("", "#") for line in text[: text.index("\nexport ")].splitlines())
+    (jobset,) = yaml.safe_load_all(rendered(capsys, "kubernetes", *words, "--image=par"))
+    pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert odd in pod["containers"][0]["command"]
+    program = ast.parse(rendered(capsys, "ray", *words))
+    assert odd in ast.literal_eval(next(node for node in program.body if isinstance(node, ast.AugAssign)).value)
+
+
 def test_the_file_is_written_where_it_is_told(capsys, folder):
     assert rendered(capsys, "slurm", "--world=8", "--file=train.sbatch") == ""
     header = "par-train render slurm --world=8 --file=train.sbatch"

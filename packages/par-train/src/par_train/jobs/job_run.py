@@ -135,6 +135,7 @@ class JobRun:
             before, spent = time.monotonic(), strategy.spent
             result = self.trainer.advance(self._stop.signal)
             self._took, self._agreed = time.monotonic() - before, result.signal
+            # The first step has been measured, and the rest of the memory budget is spent now.
             if strategy.is_master and strategy.spent is not spent:
                 print_spent(strategy)
             yield result
@@ -229,6 +230,7 @@ class JobSaver(Saver):
         del step, async_
         trainer, checkpoints = self._trainer, self._start.checkpoints
         files = trainer.options.files
+        # With this list, a later start that names no tiers is told where the checkpoints are.
         if checkpoints is not None and trainer.strategy.is_master and not self._has_listed:
             self._has_listed = True
             write_file(files.tiers, json.dumps(trainer.options.checkpoint.tiers).encode())

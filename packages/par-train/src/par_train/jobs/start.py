@@ -44,6 +44,7 @@ def run(options: Options) -> int:
                 f"ranks is {options.ranks}, but {place.launcher} has started {place.world_size}; leave it out"
             )
         check_config(options, place.world_size)
+        # `join` never returns: this process becomes the rank, and ends with it.
         join(options)
     ranks = _rank_count(options)
     check_config(options, ranks)
@@ -135,6 +136,7 @@ def _after_failure(codes: dict[int, int]) -> int:
         if set(codes.values()) <= {0, 128 + number}:
             return 128 + number
     for rank, code in sorted(codes.items()):
+        # Once a rank has failed, the launcher ends the others by SIGTERM, which says nothing about the cause.
         if code < 0 and code != -signal.SIGTERM:
             say(f"par-train: rank {rank} was ended by {signal.Signals(-code).name}", sys.stderr)
     return 1

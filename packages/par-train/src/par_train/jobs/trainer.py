@@ -144,6 +144,8 @@ class Trainer:
             TrainingError: The loss is not finite; on every rank.
         """
         self.on_phase("data")
+        # The loader keeps its position, so a new iterator goes on behind the last batch, in the next epoch if one has
+        # ended.
         batch = next(iter(self._loader))
         self.on_phase("step")
         given, criterion = self.recipe.prepare(batch)

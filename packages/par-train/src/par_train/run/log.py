@@ -78,6 +78,8 @@ class Gathered:
                     raise ValueError(f"log() was given {name} of shape {tuple(given.shape)}; give one number: its mean")
                 # Without detach, the graph of every logged step would stay alive until the next line.
                 number = given.detach().reshape(())
+                # A sum of many steps in bf16 would soon ignore what is added, and an int32 count of tokens would
+                # overflow.
                 number = number.double() if given.is_floating_point() else number.long()
                 self._sums.setdefault(name, _Sum()).add(number, floating=given.is_floating_point())
             elif isinstance(given, int | float | np.integer | np.floating):
@@ -121,6 +123,7 @@ class Gathered:
         """Return the reduced flag, then the sum and the number of values for each name of the table."""
         none = _Sum()
         table = self._table.items()
+        # Ranks of all other groups add nothing: what they logged under the name is the same value again.
         sums = [self._sums.get(name, none) if first == self._first else none for name, (_, first) in table]
         numbers: list[Tensor | float] = [news, *(number for each in sums for number in (each.total, each.times))]
         packed = torch.stack([number_on_device(each, self._device) for each in numbers])

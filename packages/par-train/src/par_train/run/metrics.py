@@ -115,9 +115,8 @@ def draw_loss(
     """
     from matplotlib.figure import Figure  # noqa: PLC0415 - slow to import, and wanted only at the end
 
-    figure = Figure(
-        figsize=(8, 5), layout="constrained"
-    )  # without pyplot, which keeps global state and may open a window
+    # Without pyplot, which keeps global state and may open a window.
+    figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     for name, label, style in (
         ("loss", "train", {"alpha": 0.5}),

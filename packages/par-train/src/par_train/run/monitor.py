@@ -67,6 +67,7 @@ class Monitor:
         """Start what watches in threads. `held` stops the sampling of waits; `stop` stops the rest."""
         if self.goodput is not None and self.goodput.waits is not None:
             held.enter_context(self.goodput.waits.sampled())
+        # `stop` ends it, and not `held`, which is closed without the error that the watchdog has to report.
         if self._watchdog is not None:
             self._watchdog.__enter__()
 

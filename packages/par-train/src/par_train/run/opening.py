@@ -86,6 +86,8 @@ class FolderOpening:
             if self._strategy.is_master:
                 lock = held.enter_context(lock_folder(self._files))
                 present, saved = [path.name for path in self._files.present()], self._files.saved()
+                # torchrun starts ranks again with the same arguments. They must go on with what this launch has saved,
+                # also under overwrite=True.
                 if is_restarted() and has_begun(self._files):
                     self._resume, self._overwrite = "auto", False
                 if not is_restarted():
@@ -126,6 +128,7 @@ class FolderOpening:
         """
         with together("finding a checkpoint", None):
             source, step = self._source()
+        # A checkpoint of another folder begins a run of its own here, whose records start anew.
         fresh = source != self._files.checkpoints or step is None
         if present and fresh and self._resume != "auto" and not self._overwrite:
             raise UserError(

@@ -101,6 +101,7 @@ class StrategySaver(Saver):
     @property
     def checkpoints(self) -> RunCheckpoints:
         """The checkpoints of all models of the strategy."""
+        # The strategy returns one object for equal arguments, so its newest step is not looked up each time.
         return self._strategy.checkpoints(self.root, keep_last=self._policy.keep_last, tiers=self._policy.tiers)
 
     def path(self, step: int) -> Path:

@@ -128,6 +128,7 @@ class Execution:
         """
         if not 0 < rows < self._schedule.microbatches:
             return self.pipeline
+        # Pipelines are kept, because the last batch of each epoch usually has the same number of rows.
         if rows not in self._smaller:
             self._smaller[rows] = self._make(make_schedule("1f1b", 1, rows))
         return self._smaller[rows]

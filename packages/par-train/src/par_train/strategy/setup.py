@@ -286,6 +286,7 @@ def _check_axes(topology: Topology, groups: ProcessGroups | None) -> None:
             "which experts; make it with Topology.from_config"
         )
     if groups is not None:
+        # Reading a group that does not exist raises an error that names it.
         groups[averaged_axes(topology)]
         if EXPERTS in topology.views:
             groups["data", "expert_data"]

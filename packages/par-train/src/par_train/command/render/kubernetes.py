@@ -71,8 +71,7 @@ def kubernetes(place: Place, options: RenderOptions) -> str:
         }
     )
     header = [
-        f"# {place.summary}, written by",
-        f"#   {place.command}",
+        *place.header,
         "# Untested on a cluster: only its structure is checked. `kubectl apply -f` takes it where there is JobSet.",
         f"# The claim {options.claim} is a volume that all pods may write (ReadWriteMany), the folder {_WORK} to them.",
     ]
@@ -143,4 +142,5 @@ def _scalar(value: Any) -> str:
     """Return a word unchanged if YAML reads it as a string, and any other value as JSON, which is valid YAML."""
     if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _WORDS_OF_YAML:
         return value
-    return json.dumps(value)
+    # YAML takes the letters themselves, but not the two halves in which JSON may write one, as of an emoji.
+    return json.dumps(value, ensure_ascii=False)

@@ -53,6 +53,12 @@ class Place:
         """Ranks and nodes in words."""
         return f"{self.world} rank{'s' * (self.world > 1)} on {self.nodes} node{'s' * (self.nodes > 1)}"
 
+    @property
+    def header(self) -> list[str]:
+        """Comments for the beginning of the file: ranks and nodes, and the command that writes it."""
+        # An argument may have several lines, such as a prompt, and a line that is no comment would be run.
+        return [f"# {self.summary}, written by", *(f"#   {line}" for line in self.command.splitlines())]
+
     def run(self, config: str | None = None) -> list[str]:
         """Return the words of the command that each rank runs.
 

@@ -6,12 +6,8 @@ from ...jobs.options import RenderOptions
 from .place import Place
 
 _PROGRAM = '''\
-"""{summary}, written by
-
-    {command}
-
-Run it on the cluster's head, in a folder that all nodes share, with the Python that has par-train and ray[train].
-"""
+{header}
+# Run it on the cluster's head, in a folder that all nodes share, with the Python that has par-train and ray[train].
 
 import os
 import socket
@@ -58,12 +54,12 @@ def ray(place: Place, options: RenderOptions) -> str:
         place: Nodes, ranks and their command.
         options: Number of times that lost workers are replaced.
     """
-    # JSON writes strings, numbers, lists and mappings as Python does, with double quotes.
+    # JSON writes strings, numbers, lists and mappings as Python does, with double quotes. Only an emoji, say, would be
+    # two halves of a letter in Python, so letters stay as they are.
     return _PROGRAM.format(
-        summary=place.summary,
-        command=place.command,
-        words=json.dumps(place.run()[1:]),
-        variables=json.dumps(dict(place.variables)),
+        header="\n".join(place.header),
+        words=json.dumps(place.run()[1:], ensure_ascii=False),
+        variables=json.dumps(dict(place.variables), ensure_ascii=False),
         world=place.world,
         use_gpu=place.gpus > 0,
         resources=json.dumps({"CPU": place.cores, **({"GPU": 1} if place.gpus else {})}),

@@ -49,8 +49,7 @@ def slurm(place: Place, options: RenderOptions) -> str:
     }
     lines = [
         "#!/bin/bash",
-        f"# {place.summary}, written by",
-        f"#   {place.command}",
+        *place.header,
         "# Give it to sbatch in a folder that all nodes share, from a shell in which par-train is found.",
         *(f"#SBATCH --{name}={value}" for name, value in settings.items()),
         "#SBATCH --requeue",
