@@ -75,6 +75,7 @@ def plan_measured(spent: BudgetPlan, measured: MeasuredStep) -> MeasuredPlan:
     other = max(0.0, measured.other, measured.peak - expected)
     if other:
         text = f"other: {format_bytes(other)} of the device hold tensors that are neither state nor saved activations."
+        # The last reason is about activations, and is replaced below.
         reasons_so_far = (*spent.reasons[:-1], text, spent.reasons[-1])
         spent = replace(spent, kinds={**spent.kinds, "other tensors": other}, reasons=reasons_so_far)
     everything = room = spent.budget.device - spent.state
@@ -85,9 +86,11 @@ def plan_measured(spent: BudgetPlan, measured: MeasuredStep) -> MeasuredPlan:
         parts = {**spent.kinds, "inputs of layers": inputs, "one layer": layer}
         words = least_in_words("device", spent.budget.device, parts)
         raise TooSmallError("device", inputs - room, f"{words}; raise it, or train fewer rows at a time")
+    # Each step reads the state of a tensor and writes it back.
     per_byte = 1 / measured.disk.read + 1 / measured.disk.write
     state = [Saving("state", size, size * per_byte) for size in measured.disk.pieces]
     kept = [
+        # Bytes are kept for all microbatches that wait for their backward; seconds are saved in every forward.
         Saving(f"layers {number}", held * size, model.forwards * seconds)
         for number, (model, of_model) in enumerate(zip(measured.models, frontiers, strict=True))
         for one in of_model

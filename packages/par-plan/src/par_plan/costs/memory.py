@@ -343,6 +343,7 @@ def with_offload(memory: MemoryUse, replicas: ZeroSharding, numbers: NumberWidth
     away = job.optimizer_offloaded
     if away:
         source = _optimizer_of(replicas, numbers)
+        # Only sharded gradients follow the state to the host. Below stage 2 the device keeps them until the step.
         gradients = 0.0 if replicas.gloo or replicas.zero < 2 else away * _stepped(replicas) * numbers.gradient
         memory = replace(
             memory,
@@ -404,6 +405,8 @@ def saved_block(
     inputs = 2 if mixture is None else 1
     residual += 0 if norms_again else inputs * column_input * numbers.saved
     statistics = own * 4 * (2 if split.features > 1 else 4)
+    # Attention saves one fp32 number for each head and token, the logarithm of its sum, and makes its weights again
+    # from it.
     attention = (shape.attended + h) * numbers.product + float8 * h * numbers.saved + shape.heads * 4
     mlp = shape.mlp * (numbers.product + (0 if activation_again else numbers.saved))
     casts = numbers.cast * shape.block_matrices / split.matrix
@@ -427,9 +430,8 @@ def saved_ends(
     """
     saved: float = 0
     if first:
-        saved += tokens * (
-            9 if split.ranks > 1 else 8
-        )  # ids are int64; a cut table also keeps which of them are its own
+        # Ids are int64; a cut table also keeps which of them are its own.
+        saved += tokens * (9 if split.ranks > 1 else 8)
     if last:
         h, own, inner = shape.width, tokens / split.tokens, tokens / split.inner_tokens
         saved += own * h / split.features * (numbers.residual + numbers.product) + own * 8  # the norm
