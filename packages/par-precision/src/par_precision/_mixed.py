@@ -148,6 +148,7 @@ def mixed(
     alike = (precision, loss_scale and loss_scale.state_dict(), clip_norm, clip_value, masters.accumulate, rounding)
     check_all(problem, repr(alike), lack, group)
     if group is not None:
+        # An element that no rank counts, or that two count, would make the norm wrong without an error.
         check_owned(recorded(module, optimizer), group)
     device = device_of(list(module.parameters()), group)
     scaling = Scaling(loss_scale, device)

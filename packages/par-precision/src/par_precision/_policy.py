@@ -118,6 +118,8 @@ def called(module: nn.Module) -> list[nn.Module]:
     """Return the modules that a caller calls: the module, or its children if it has no forward, like a ModuleDict."""
     if type(module).forward is not nn.Module.forward or "forward" in vars(module):
         return [module]
+    # A module that is registered under two names gets one policy, since a second one would find itself inside the
+    # first.
     return list(dict.fromkeys(part for child in module.children() for part in called(child)))
 
 

@@ -82,6 +82,8 @@ def clip_grad_value_(params: Parameters, clip_value: float) -> None:
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     """Return the factor, at most 1, that reduces gradients of this norm to the norm `max_norm` or less."""
+    # A norm of 0 gives infinity, which becomes 1 here. A norm that is NaN stays NaN, and spoils the gradients as in
+    # torch.
     return (max_norm / norm).clamp(max=1.0)
 
 

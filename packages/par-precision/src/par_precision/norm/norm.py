@@ -79,7 +79,7 @@ def total_norm(
     else:
         total, operation = sum_of_powers(parts, order, device), dist.ReduceOp.SUM
     if sparse is not None:
-        # the others must be reached through the one number: no sum of powers is negative, so they know what this means
+        # The others must be reached through the one number. No sum of powers is negative, so they know what this means
         total.fill_(math.inf if order == math.inf else -math.inf)
     if group is not None and dist.get_world_size(group) > 1:
         dist.all_reduce(total, op=operation, group=group)

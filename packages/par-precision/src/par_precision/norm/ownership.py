@@ -33,6 +33,7 @@ class Ownership:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.ranks = frozenset([self.rank] if group is None else dist.get_process_group_ranks(group))
         copies = {self.rank} if replicas is None else set(dist.get_process_group_ranks(replicas))
+        # Of the replicas that take part in the sum, the lowest rank counts the elements for all.
         self._plain = EVERYTHING if self.rank == min(copies & self.ranks, default=self.rank) else NOTHING
         self._placed: list[tuple[Any, Any, Counted]] = []  # by mesh and placements, of which a model has few
 

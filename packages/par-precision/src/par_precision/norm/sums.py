@@ -34,6 +34,7 @@ def sum_of_powers(tensors: Sequence[Tensor], power: float, device: torch.device)
 def largest(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return the largest |x| as an fp64 scalar. A NaN counts as infinity, because some backends' MAX drops NaNs."""
     maxima = _stacked(_norms([tensor for tensor in tensors if tensor.numel()], math.inf), device)
+    # A maximum over nothing raises an error, but a rank without gradients must still bring a 0 to the all-reduce.
     return torch.nan_to_num(maxima, nan=math.inf, posinf=math.inf).amax() if maxima.numel() else maxima.sum()
 
 

@@ -144,6 +144,7 @@ def _step_piece_(
             stand_in.enter(copies)
         prepare([stand_in.tensor for stand_in in stand_ins])
         with _params_replaced(optimizer, stand_ins):
+            # Without the optimizer's hooks, which surround the steps of all pieces together.
             bare_step(optimizer)(optimizer)
         # State is kept only after the rounding: if the step raises, `leave` restores what was there before.
         round_all_([rounding for stand_in in stand_ins for rounding in stand_in.results()], options.seed, step)
@@ -192,7 +193,7 @@ class _StandIn:
         self.group, self.tensor = trained.group, trained.parameter
         self._packed = trained.packed
         self._copies = trained.parameter.dtype in DROPPED
-        # without dims a moment looks like a scalar of the optimizer's own, and takes as little: both stay fp32
+        # Without dims a moment looks like a scalar of the optimizer's own, and takes as little: both stay fp32
         self._dtype = moments if trained.parameter.dim() else torch.float32
         self._state: State = optimizer.state.get(trained.parameter, {})
         self._before = self._moments(self._state)
