@@ -108,7 +108,7 @@ class Observer(TorchDispatchMode):
 
         if outer is not None:
             update_wrapper(pack, outer[0])  # who asks for the hooks around sees whose they are
-        self._hooks = saved_tensors_hooks(pack, _same if outer is None else outer[1])
+        self._hooks = saved_tensors_hooks(pack, (lambda packed: packed) if outer is None else outer[1])
         self._hooks.__enter__()
         self.__enter__()  # type: ignore[no-untyped-call]
 
@@ -285,11 +285,6 @@ def _writes_statistics(operation: Any, args: tuple[Any, ...], kwargs: dict[str, 
     given = dict(zip((argument.name for argument in operation._schema.arguments), args, strict=False)) | kwargs
     training = given.get("train", given.get("training", True))
     return bool(training) and given.get("running_mean") is not None
-
-
-def _same(packed: Any) -> Tensor:
-    tensor: Tensor = packed
-    return tensor
 
 
 @contextmanager
