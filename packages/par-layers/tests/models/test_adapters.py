@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch import nn
 
 from par_groups import ProcessGroups, Topology, sharding_of
-from par_layers import PartialGradientReducer, parallelization_of, parallelize
-from par_testing import assert_equal_to_one_device, for_each, keep_fp64, storm
+from par_layers import PartialGradientReducer, communication_volumes, parallelization_of, parallelize
+from par_testing import assert_equal_to_one_device, count_collectives, for_each, keep_fp64, storm
 
 from .helpers import TEXT, assert_steps_equal, close, labels, live, make, tokens
 
@@ -76,6 +76,32 @@ def check_adapters(*, sequence, families):
                 raise
 
 
+@pytest.mark.ranks(2, timeout=240)
+def test_dora_trains_and_merges_as_on_one_device():
+    """The magnitudes lie like the output features; the norms of a row-parallel weight are summed over the ranks."""
+    for sequence, family in ((False, "gpt2"), (True, "llama")):
+        with live(sequence_parallel=sequence) as groups, keep_fp64():
+            received, planned = [], []
+            for use_dora in (False, True):
+                cut = adapted(family, use_dora=use_dora)
+                parts = communication_volumes(cut.get_base_model(), groups.topology, tokens().numel())
+                planned.append(sum(part.elements for part in parts.values()))
+                parallelize(cut, groups)
+                with count_collectives() as counted:
+                    cut(input_ids=tokens(), labels=labels(2)).loss.backward()
+                received.append(counted.received())
+                cut.zero_grad()
+            # The plan counts a gradient of the embedding, too, which is frozen here.
+            assert received[1] - received[0] == planned[1] - planned[0] > 0
+            whole = adapted(family, use_dora=True)
+            assert_steps_equal(whole, cut, groups)
+            trained = [key for key, parameter in cut.named_parameters() if parameter.requires_grad]
+            assert any("lora_magnitude_vector" in key for key in trained)
+            whole, cut = (model.eval().merge_and_unload() for model in (whole, cut))
+            with torch.no_grad():
+                close(cut(input_ids=tokens()).logits, whole(input_ids=tokens()).logits)
+
+
 @pytest.mark.ranks(2)
 def test_open_regions_and_the_model_inside():
     """With a rule that leaves every Column to itself, A has a whole gradient."""
@@ -115,7 +141,7 @@ def test_what_cannot_be_cut_is_refused(tmp_path):
     bad = {
         "an embedding, a head or experts": {"target_modules": ["lm_head"]},
         "an embedding, a head or": {"target_modules": ["embed_tokens"]},
-        "with DoRA": {"use_dora": True},
+        "DoRA with lora_dropout=0.1": {"use_dora": True, "lora_dropout": 0.1},
         "'lm_head' is trained in full next to its adapters .* but the plan shards it": {"modules_to_save": ["lm_head"]},
         "trains some rows of the embedding.*remove trainable_token_indices": {"trainable_token_indices": [3, 99]},
     }

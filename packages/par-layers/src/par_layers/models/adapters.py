@@ -2,14 +2,17 @@
 
 A wrapper has the linear as `base_layer`, and the two linears of each adapter in `lora_A` and `lora_B`, by its name.
 Around a column-parallel linear, A is replicated and B is sharded like the base. Around a row-parallel linear, A is
-sharded like the base and B is replicated.
+sharded like the base and B is replicated. The magnitudes of DoRA, one for each output feature, are sharded like B.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from ..modes.grid import Axes, Grid
 from .plans.plans import names_around
 from .plans.styles import (
     ColumnParallel,
@@ -30,10 +33,12 @@ class Wrapper:
     Args:
         name: The name of the wrapper in the model.
         adapters: The names of its adapters.
+        magnitudes: The names of its adapters that have magnitudes, as DoRA does.
     """
 
     name: str
     adapters: tuple[str, ...]
+    magnitudes: tuple[str, ...] = ()
 
     @property
     def base(self) -> str:
@@ -51,12 +56,15 @@ class Wrapper:
         ups = [f"{self.name}.lora_B.{adapter}" for adapter in self.adapters]
         # B computes the gradient of A's output from this rank's features only. If the region has no entry that sums
         # it, B's copy of its own input does, and A's gradient is full.
+        # The magnitudes are a bare parameter, whose module is no linear.
+        lengths = [f"{self.name}.lora_magnitude_vector.{adapter}.weight" for adapter in self.magnitudes]
         of_down, of_up = (
             (PartialGradient() if enters else Replicated(), style)
             if isinstance(style, ColumnParallel)
             else (style, Replicated())
         )
-        return {self.base: style, **dict.fromkeys(downs, of_down), **dict.fromkeys(ups, of_up)}
+        of_parts = {**dict.fromkeys(downs, of_down), **dict.fromkeys(ups, of_up)}
+        return {self.base: style, **of_parts, **(dict.fromkeys(lengths, of_up) if of_up is style else {})}
 
 
 def base_model(model: nn.Module) -> nn.Module:
@@ -108,10 +116,72 @@ def wrappers_of(modules: dict[str, nn.Module], rules: dict[str, Style]) -> dict[
             continue
         if not _names(module, "lora_A"):
             raise TypeError(f"{name!r} has an adapter of the kind {who}, which cannot be cut; LoRA can")
-        if _names(module, "lora_magnitude_vector") or (isinstance(style, RowParallel) and style.split):
-            raise TypeError(f"{name!r} has an adapter with DoRA, or around a Row that splits its input; use plain LoRA")
-        found[name] = Wrapper(name, _names(module, "lora_A"))
+        if isinstance(style, RowParallel) and style.split:
+            raise TypeError(f"{name!r} has an adapter around a Row that splits its input; choose other target_modules")
+        magnitudes = _names(module, "lora_magnitude_vector")
+        dropouts: Any = getattr(module, "lora_dropout", {})
+        rate = max((getattr(dropouts[each], "p", 0.0) for each in magnitudes), default=0.0)
+        if rate > 0:
+            raise TypeError(
+                f"{name!r} has DoRA with lora_dropout={rate}: it multiplies the full weight by the input again, of "
+                "which a rank has a part; set lora_dropout=0, or use plain LoRA"
+            )
+        found[name] = Wrapper(name, _names(module, "lora_A"), magnitudes)
     return found
+
+
+def adopt_magnitudes_(modules: dict[str, nn.Module], wrapper: Wrapper, style: Style, grid: Grid, axes: Axes) -> None:
+    """Let DoRA compute the norms of full weights, of which this rank has a part, in place.
+
+    Args:
+        modules: The modules of the model, by name.
+        wrapper: The linear with adapters.
+        style: The rule of the linear.
+        grid: This rank's coordinates.
+        axes: Axes of the tensor group that have several ranks.
+    """
+    for adapter in wrapper.magnitudes:
+        layer: Any = modules[f"{wrapper.name}.lora_magnitude_vector.{adapter}"]
+        # peft multiplies an identity by both linears, which would communicate.
+        layer.__dict__["get_lora_weight"] = _local_delta
+        if isinstance(style, RowParallel):
+            layer.__dict__["get_weight_norm"] = _NormOverRanks(grid, axes, transposed=layer.fan_in_fan_out)
+
+
+def _local_delta(lora_A: nn.Module, lora_B: nn.Module, adapter_name: str | None = None) -> Tensor:  # noqa: N803 - peft's
+    """Return this rank's part of B A, [outputs, inputs]."""
+    del adapter_name
+    down, up = lora_A.get_parameter("weight"), lora_B.get_parameter("weight")
+    return up @ down
+
+
+class _NormOverRanks:
+    """Norm of each row of a weight whose columns are sharded. It replaces a method of peft's DoRA.
+
+    Args:
+        grid: This rank's coordinates.
+        axes: Axes over which the columns are sharded.
+        transposed: Whether the weight is [inputs, outputs].
+    """
+
+    def __init__(self, grid: Grid, axes: Axes, *, transposed: bool) -> None:
+        self._grid, self._axes, self._transposed = grid, axes, transposed
+
+    @torch.no_grad()  # DoRA treats the norms as constants
+    def __call__(self, weight: Tensor, lora_weight: Tensor, scaling: float, adapter_name: str | None = None) -> Tensor:
+        """Return the norms, [outputs]. Collective: an all-reduce of as many numbers.
+
+        Args:
+            weight: This rank's columns of the weight.
+            lora_weight: This rank's columns of B A, [outputs, inputs of this rank].
+            scaling: Factor of B A.
+            adapter_name: Name of the adapter; not used.
+        """
+        del adapter_name
+        merged = (weight.T if self._transposed else weight) + scaling * lora_weight
+        squares = merged.square().sum(1)
+        dist.all_reduce(squares, group=self._grid.group(self._axes))
+        return squares.sqrt()
 
 
 def check_prompts(model: nn.Module) -> None:

@@ -16,7 +16,7 @@ from ..layers.parallel_layer import RECORDS_OF_MODULE, ParallelLayer
 from ..modes.grid import EXPERTS
 from ..modes.layout import ActivationLayout
 from ..modes.rules import ParallelMatmul
-from .adapters import base_model, check_prompts, wrapper_around
+from .adapters import adopt_magnitudes_, base_model, check_prompts, wrapper_around
 from .counts import LocalConfig
 from .cutting import ShardingRecords, keep_part_, make_alike_
 from .dropout import AdoptedDropout, SameDraws, adopt_dropout_, has_dropout
@@ -264,6 +264,8 @@ class _Adoption:
             self._cut_the_sequence()
             for name, region in self.found.regions.items():
                 self._set_counts(self.modules[name], region)
+            for name, wrapper in self.found.wrappers.items():
+                adopt_magnitudes_(self.modules, wrapper, self.found.rules[name], self.grid, self.axes)
         for name, experts in self.found.experts.items():
             block = self._routed(name)
             deal_(DealtForward(self.modules[name], experts, self.grid.seen_as(EXPERTS), self.axes, name, block))

@@ -159,7 +159,8 @@ class ParameterShards:
         dims = parameter.dim()
         if isinstance(style, ColumnParallel) and dims in (1, 3):
             dim = max(dims - 2, 0)
-            return part_along(parameter.shape, dim, self._runs(parameter.shape[dim], style.blocks), self.grid)
+            runs = self._runs(parameter.shape[dim], style.blocks, style.unit)
+            return part_along(parameter.shape, dim, runs, self.grid)
         if isinstance(style, RowParallel) and dims == 3:
             return part_along(parameter.shape, -1, self._runs(parameter.shape[-1], style.blocks), self.grid)
         if isinstance(style, (Replicated, PartialGradient)):
@@ -174,10 +175,10 @@ class ParameterShards:
             "three dims, Row three; give the rule to the module instead"
         )
 
-    def _runs(self, length: int, blocks: int | tuple[int, ...]) -> list[Rows]:
+    def _runs(self, length: int, blocks: int | tuple[int, ...], unit: int = 1) -> list[Rows]:
         if not self.axes:
             return [Rows(length=length)]
-        return block_rows(length, blocks if isinstance(blocks, int) else list(blocks), 1, self.axes, self.grid)
+        return block_rows(length, blocks if isinstance(blocks, int) else list(blocks), unit, self.axes, self.grid)
 
     def _sum_over(self, name: str, regions: Collection[str], blocks: Collection[str], layers: str | None) -> Axes:
         """Return the axes over which the gradient of a replicated parameter is partial.

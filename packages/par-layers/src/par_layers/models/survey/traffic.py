@@ -115,6 +115,10 @@ class _TrafficCounter:
             if module is not None and id(module) not in known and name not in self.found.wrappers:
                 known.add(id(module))
                 self._module(name, module, style, gathers=not (is_cut and name == self.found.head))
+        for name, wrapper in self.found.wrappers.items():
+            if isinstance(self.found.rules[name], RowParallel):  # DoRA sums the squares of each output's weights
+                outputs = features_of(self.modules[wrapper.base])[0]
+                self._add(name, len(wrapper.magnitudes) * 2 * self.one * outputs, len(wrapper.magnitudes))
         for name, region in self.found.regions.items():
             self._entry(name, region)
         if self.found.layers is not None:
