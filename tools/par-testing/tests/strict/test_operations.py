@@ -1,5 +1,6 @@
 """Every operation gives what gloo gives, whenever it completes."""
 
+import threading
 from collections import Counter
 
 import pytest
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from par_testing import Strict, count_collectives
 from par_testing.strict.group import StrictGroup
+from par_testing.strict.player import Player
 
 
 def numbers(*shape, dtype=torch.float32):
@@ -204,3 +206,27 @@ def test_ddp_and_fsdp_train_as_on_gloo():
         trained(lambda net: DistributedDataParallel(net, process_group=gloo)),
         rtol=1e-12, atol=1e-12,  # float64; the order of two sums
     )  # fmt: skip
+
+
+@pytest.mark.ranks(2, backend="strict")
+def test_finalizer_that_waits_where_operations_run_does_not_hang(monkeypatch):
+    # The garbage collector runs in any thread, also in that of the player.
+    values, issued, waited = [torch.ones(2), torch.ones(3)], threading.Event(), threading.Event()
+    groups = [dist.group.WORLD, dist.new_group([0, 1])]
+    works, note = [], Player.note
+
+    def finalize(player, work):
+        monkeypatch.setattr(Player, "note", note)
+        issued.wait()
+        for each in works:  # of which the first one is running
+            each.wait()
+        waited.set()
+        note(player, work)
+
+    monkeypatch.setattr(Player, "note", finalize)
+    works += [dist.all_reduce(x, group=group, async_op=True) for x, group in zip(values, groups, strict=True)]
+    issued.set()
+    for each in works:
+        each.wait()
+    assert waited.wait(20)
+    assert [x.tolist() for x in values] == [[2, 2], [2, 2, 2]]

@@ -5,6 +5,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Client
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import torch
@@ -47,7 +48,7 @@ class StrictWork(dist.Work):
         self._player, self._compute, self._early = player, compute, early
         self._buffers: Buffers | None = buffers
         self._results: list[bytes] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer that waits may run in the thread that holds it
         self._future: torch.futures.Future[list[Tensor]] | None = None
         self._outputs = [memory.tensor for memory in buffers.outputs]
 
@@ -109,7 +110,7 @@ class StrictWork(dist.Work):
             self._wait_in_virtual_time()
 
     def _wait_in_virtual_time(self) -> None:
-        self.ran.wait()
+        self._player.until_ran(self)
         self._player.pass_time(self)
 
     def is_completed(self) -> bool:
@@ -153,9 +154,9 @@ class Player:
         self._numbers = 0
         self._works: dict[int, StrictWork] = {}
         self._lanes: defaultdict[str, deque[StrictWork]] = defaultdict(deque)
-        self._lock = threading.Lock()
+        self._lock, self._sending = threading.Lock(), threading.Lock()
         self._line = Client(str(folder / "referee"))
-        self._line.send(rank)
+        self._send(rank)
         self._thread = threading.Thread(target=self._listen, name="strict player", daemon=True)
         self._thread.start()
 
@@ -198,7 +199,7 @@ class Player:
             self._lanes[communicator].append(work)
             if payload := buffers.payload:
                 payload_of(self._folder, (self.rank, entry.number)).write_bytes(payload)
-            self._line.send(("issue", entry))
+            self._send(("issue", entry))
         return work
 
     def wait(self, work: StrictWork) -> None:
@@ -208,15 +209,27 @@ class Player:
             StrictError: It will never run, or something else has been wrong.
         """
         if not work.ran.is_set():
-            self._say("wait", work.entry.number)
-            work.ran.wait()
+            self._send(("wait", work.entry.number))
+            self.until_ran(work)
         self._check()
+        if not work.ran.is_set():
+            return  # a finalizer waits, within the run of this operation, for tensors that nobody reads any more
         self.pass_time(work)
         lane = self._lanes[work.entry.communicator]
         while lane and lane[0].entry.number <= work.entry.number:
             lane.popleft().complete()
         work.complete()
         self._check()
+
+    def until_ran(self, work: StrictWork) -> None:
+        """Return when an operation has run, or when nothing runs any more."""
+        if threading.current_thread() is not self._thread:
+            work.ran.wait()
+            return
+        # The garbage collector may finalize a module in this thread, and its finalizer may wait for a collective, which
+        # runs when this thread hears of it, unless it runs already.
+        while work.entry.number in self._works and not work.ran.is_set() and self._hear():
+            pass
 
     def note(self, work: StrictWork) -> None:
         """The clock hears when an operation ran."""
@@ -234,11 +247,11 @@ class Player:
     def report(self, words: str) -> None:
         """Something is wrong on this rank."""
         self.fault = self.fault or words
-        self._say("fault", words)
+        self._send(("fault", words))
 
     def end(self, how: str) -> None:
         """This rank will issue nothing more."""
-        self._say("ended", how)
+        self._send(("ended", how))
 
     def _early(self, communicator: str) -> bool:
         if self.strict.complete == "drawn":
@@ -249,21 +262,30 @@ class Player:
         if self.fault is not None:
             raise StrictError(self.fault)
 
-    def _say(self, word: str, what: object) -> None:
-        with self._lock:
-            self._line.send((word, what))
+    def _send(self, message: object) -> None:
+        """Send to the referee."""
+        # Pickled before the lock is taken: a finalizer that sends may run while Python makes objects.
+        message = ForkingPickler.dumps(message)
+        with self._sending:
+            self._line.send_bytes(message)
 
     def _listen(self) -> None:
-        """The thread that hears the referee."""
+        """Hear the referee until it is gone. Runs in a thread."""
+        while self._hear():
+            pass
+
+    def _hear(self) -> bool:
+        """Do what the next message says; return whether there was one."""
         try:
-            while True:
-                word, what = self._line.recv()
-                if word == "run":
-                    self._run(*what)
-                else:
-                    self._stop(what)
+            word, what = self._line.recv()
         except (EOFError, OSError):
             self._stop("the referee is gone")
+            return False
+        if word == "run":
+            self._run(*what)
+        else:
+            self._stop(what)
+        return True
 
     def _run(self, number: int, party: Party, span: tuple[float, float]) -> None:
         work = self._works.pop(number)
@@ -275,7 +297,7 @@ class Player:
         except Exception as error:  # of a thread that nobody waits for: all ranks must hear of it
             self.report(f"rank {self.rank}, {work.entry.operation}: {type(error).__name__}: {error}")
             work.ran.set()
-        self._say("done", number)
+        self._send(("done", number))
 
     def _stop(self, words: str) -> None:
         """Wakes up whoever waits."""
