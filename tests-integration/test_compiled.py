@@ -151,7 +151,7 @@ def compare(options: dict[str, Any], backend: str = "aot_eager", steps: int = 10
 
 TESTED = (
     ("data parallel", 3, "bf16"),
-    ("data parallel", 3, "bf16-amp"),
+    storm(("data parallel", 3, "bf16-amp")),
     ("tensor parallel 1d", 3, "fp32"),
     ("pipeline, 1F1B", 3, "bf16"),
     storm(("data parallel", 0, "fp16-amp")),
@@ -177,6 +177,7 @@ def test_compiled_blocks_have_one_graph_and_equal_eager(case):
     assert (found.graphs, found.recompiles) in {(1, 1), (1, 2)}
 
 
+@pytest.mark.storm
 @pytest.mark.ranks(2, timeout=300)
 def test_inductor_blocks_equal_eager_within_rounding():
     found = compare({"zero": 3, "precision": "fp32"}, "inductor", steps=2)

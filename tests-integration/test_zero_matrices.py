@@ -280,6 +280,7 @@ def test_a_checkpoint_of_matrices_goes_on_under_any_other_topology(tmp_path):
     assert_equal_to_one_device(model, reference, rtol=0, atol=1e-10, reason=REASON)
 
 
+@pytest.mark.storm
 @pytest.mark.parametrize("stage", [storm(0), storm(1), 2])
 @pytest.mark.ranks(4, timeout=180)
 def test_a_table_that_two_stages_share_is_stepped_alike_on_both_or_refused(stage):
@@ -315,6 +316,7 @@ def matrix_steps(run, first):
         optimizer.step()
 
 
+@pytest.mark.storm
 @pytest.mark.ranks(4, timeout=180)
 def test_reshard_of_matrices_continues_under_other_topologies():
     with contextlib.ExitStack() as stack:

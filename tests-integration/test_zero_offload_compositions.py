@@ -167,6 +167,7 @@ def test_state_on_a_disk_changes_no_bit_of_what_a_strategy_trains(tmp_path):
     compare(CASES["tensor x data"], tmp_path, saved=True)
 
 
+@pytest.mark.storm
 @pytest.mark.ranks(4, timeout=120)
 def test_state_on_a_disk_of_adapters_changes_no_bit(tmp_path):
     compare(CASES["adapters"], tmp_path, saved=True)

@@ -160,6 +160,7 @@ def on_a_full_disk(training, folder, *, can_be_filled):
     training.steps(5)
 
 
+@pytest.mark.storm
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.storm)])
 @pytest.mark.skipif(sys.platform != "linux", reason="this limit leaves out memory that lies in files on Linux alone")
 @pytest.mark.ranks(4, dies=(2,), timeout=120)

@@ -186,6 +186,7 @@ def adapted_alone(folder):
         return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 
+@pytest.mark.storm
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21 reads it
 @pytest.mark.ranks(2, timeout=120)
 def test_adapters_of_peft(tmp_path):

@@ -20,10 +20,10 @@ def assert_equal_losses(losses, expected, *, exact):
 
 
 @for_each(source=RUNS)  # in one world: what DTensor works out for one source, it knows for the next
-@pytest.mark.parametrize("pairs", ["every other", pytest.param("all", marks=pytest.mark.storm)])
+@pytest.mark.parametrize("pairs", ["some", pytest.param("all", marks=pytest.mark.storm)])
 @pytest.mark.ranks(4)
 def test_every_topology_goes_on_from(source, pairs, tmp_path):
-    """By default each in three others: files know nothing of who wrote them."""
+    """By default each in two others: files know nothing of who wrote them."""
     tmp_path = tmp_path / source
     run, reference = RUNS[source](), Run()
     assert_equal_losses(run.steps(BEFORE), reference.steps(BEFORE), exact=source != "strided")
@@ -34,7 +34,7 @@ def test_every_topology_goes_on_from(source, pairs, tmp_path):
     dist.barrier()
     assert verify(tmp_path / "0") == []
     for distance, (name, kind) in enumerate(RUNS.items(), list(RUNS).index(source)):
-        if pairs == "every other" and distance % 2 == 0:
+        if pairs == "some" and distance % 4 != 1:
             continue
         other = kind(seed=7)
         load(tmp_path / "0", model=other.model, optimizer=other.optimizer, group=other.group)

@@ -347,6 +347,7 @@ def test_nothing_at_all_is_a_checkpoint(tmp_path):
         load(tmp_path / "c", model=make_model())
 
 
+@pytest.mark.storm
 def test_a_tensor_of_more_than_two_gib(tmp_path):
     rows, width = 2100, 1_023_001  # the rows do not lie as those 2^31 bytes before
     row = torch.randint(-128, 128, (width,), dtype=torch.int8)

@@ -288,6 +288,7 @@ def sharded(how, mesh):
     return module
 
 
+@pytest.mark.storm
 @pytest.mark.filterwarnings("ignore:.*:FutureWarning")
 @pytest.mark.ranks(2)
 @for_each(how=["tensor parallel", "sequence parallel", "FSDP2"])

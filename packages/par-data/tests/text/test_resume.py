@@ -46,8 +46,8 @@ def make_mixture(tiny, folder):
 
 
 KINDS = [
-    *map(storm, (make_text, make_jsonl, make_tokens)),  # the mixture has them
-    *(make_parquet, make_stream, make_mixture),
+    *map(storm, (make_text, make_jsonl, make_tokens, make_parquet)),  # the mixture has most of them
+    *(make_stream, make_mixture),
 ]
 
 

@@ -35,11 +35,13 @@ def test_exit_code_of_a_rank_that_fails_is_the_keepers(tmp_path):
     assert job.end() == [7]
 
 
+@pytest.mark.storm
 def test_job_fails_although_its_spare_ends_well(tmp_path):
     job = Job(tmp_path, "steps(40, lambda s: os._exit(7))", "--ranks=1", "--spares=1")
     assert job.end() == [7]
 
 
+@pytest.mark.storm
 def test_stopped_rank_is_fenced_and_never_returns(tmp_path):
     job = Job(tmp_path, "steps(150)", "--ranks=3", "--patience=3")
     job.wait_for(lambda told: len(told) == 3)

@@ -22,6 +22,7 @@ def test_survivors_form_the_next_epoch_after_a_kill(tmp_path):
     assert sorted(each["number"] for each in job.told if each.get("ended") == 1) == [0, 2]
 
 
+@pytest.mark.storm
 def test_spare_replaces_a_lost_rank_and_waits_before(tmp_path):
     script = "steps(40, lambda s: members.number == 0 and s == 9 and os.kill(os.getpid(), 9))"
     job = Job(tmp_path, script, "--ranks=2", "--spares=2")
@@ -43,6 +44,7 @@ def test_restarted_rank_joins_as_a_spare(tmp_path):
     assert {tuple(each["ranks"]) for each in job.told if "ranks" in each} <= {(0, 1), (0,), (0, 2)}
 
 
+@pytest.mark.storm
 def test_fifty_epochs_leave_no_descriptors_threads_or_memory(tmp_path):
     script = """
 import resource, threading

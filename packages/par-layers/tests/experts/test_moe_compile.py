@@ -65,6 +65,7 @@ def test_without_a_capacity_a_compiled_layer_over_ranks_computes_the_same():
         assert dist.get_world_size() == here.replicas
 
 
+@pytest.mark.storm
 @pytest.mark.parametrize(
     ("options", "others"),
     [

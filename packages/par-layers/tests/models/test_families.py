@@ -21,7 +21,9 @@ OTHERS = tuple(family for family in FAMILIES if family not in APART)
     [
         pytest.param(APART[1:], False, marks=pytest.mark.ranks(2, timeout=240), id="2 ranks, whole sequence"),
         pytest.param(OTHERS, True, marks=pytest.mark.ranks(2, timeout=240), id="2 ranks, sequence parallel"),
-        pytest.param(APART, True, marks=pytest.mark.ranks(4, timeout=240), id="4 ranks, sequence parallel"),
+        pytest.param(
+            APART, True, marks=[pytest.mark.storm, pytest.mark.ranks(4, timeout=240)], id="4 ranks, sequence parallel"
+        ),
     ],
 )
 def test_families_equal_one_device(families, sequence):

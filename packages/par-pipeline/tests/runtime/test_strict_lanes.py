@@ -35,6 +35,7 @@ def check(name, rows=(17, 17, 31), microbatches=5):
     assert counted.elements("send") > 0  # headers, over gloo, are not seen
 
 
+@pytest.mark.storm
 @for_each(name=SCHEDULES)
 @pytest.mark.ranks(2, backend="strict", strict=Strict(slots=2), timeout=120)
 def test_every_schedule_is_right_on_strict_communicators_of_which_two_at_a_time_are_enough(name):

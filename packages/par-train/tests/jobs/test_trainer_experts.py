@@ -86,6 +86,7 @@ def check_trains_as_alone(axes, expected, **changes):
             torch.testing.assert_close(buffer, buffers[name], rtol=0.0, atol=1e-6, msg=lambda m, name=name: name + m)
 
 
+@pytest.mark.storm
 @pytest.mark.ranks(2, timeout=120)
 @pytest.mark.parametrize(
     ("axes", "zero"),

@@ -141,6 +141,7 @@ TENSOR = {"size": 2, "mode": "1d"}
 BY_TOKENS = {**TENSOR, "sequence_parallel": True}
 
 
+@pytest.mark.storm
 @pytest.mark.ranks(4, timeout=120, backend="gloo")
 def test_a_ring_beside_tensor_ranks_that_cut_the_tokens_further():
     assert_as_predicted({**over(2, "ring"), "tensor": BY_TOKENS}, zero=0)

@@ -20,6 +20,7 @@ def example(name):
     return module
 
 
+@pytest.mark.storm
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft asks it of a model
 @pytest.mark.ranks(2, timeout=120)
 def test_the_example_of_an_adapter_trains_alike_and_peft_opens_it(tiny, tmp_path):

@@ -92,6 +92,7 @@ def test_survivors_share_the_batch_after_two_losses(tmp_path):
     assert {each["number"] for each in told if each["step"] == 9} == {0, 3}
 
 
+@pytest.mark.storm
 def test_second_loss_while_state_moves(tmp_path):
     # Rank 0 dies while the others wait for it in a call of par-checkpoint, which gloo does not know of.
     job = start(tmp_path, "--ranks=3", kills=[[1, 2, "reduced"], [0, 2, "built"]])
@@ -99,6 +100,7 @@ def test_second_loss_while_state_moves(tmp_path):
     assert told[-1]["ranks"] == [2]
 
 
+@pytest.mark.storm
 def test_loss_of_all_that_hold_the_state_is_named(tmp_path):
     # Rank 0 dies before the spare has received anything, so nobody has the state of step 2.
     job = start(tmp_path, "--ranks=2", "--spares=1", kills=[[1, 2, "reduced"], [0, 2, "built"]], pause=0.5)
@@ -108,6 +110,7 @@ def test_loss_of_all_that_hold_the_state_is_named(tmp_path):
     assert "all ranks that had the state of the run are lost" in errors or "StateLostError" not in errors
 
 
+@pytest.mark.storm
 def test_spare_joins_and_receives_the_state(tmp_path):
     job = start(tmp_path, "--ranks=2", "--spares=1", kills=[[0, 3, "updated"]], pause=0.2, steps=30)
     told = end(tmp_path, job, steps=30)

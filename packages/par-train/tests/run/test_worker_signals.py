@@ -9,6 +9,8 @@ import time
 
 import pytest
 
+from par_testing import storm
+
 LOOP = """
 import sys, time
 import torch
@@ -42,10 +44,10 @@ if __name__ == "__main__":
     ("number", "method", "own"),
     [
         (signal.SIGTERM, "fork", "ours"),
-        (signal.SIGTERM, "fork", "own"),
-        (signal.SIGTERM, "forkserver", "ours"),
-        (signal.SIGUSR1, "spawn", "ours"),
-        (signal.SIGINT, "fork", "ours"),
+        storm(signal.SIGTERM, "fork", "own"),
+        storm(signal.SIGTERM, "forkserver", "ours"),
+        storm(signal.SIGUSR1, "spawn", "ours"),
+        storm(signal.SIGINT, "fork", "ours"),
     ],
 )
 def test_signal_to_the_process_group_saves_with_workers(tmp_path, number, method, own):

@@ -155,6 +155,7 @@ def test_groups_that_were_given_run_on():
             assert value.item() == 2
 
 
+@pytest.mark.storm
 @pytest.mark.ranks(4, init=False)
 def test_a_pipeline_that_fails_is_named_on_its_ranks_and_keeps_replicas_no_longer_than_a_collective_may_take(tmp_path):
     with launch(timeout=12) as environment:

@@ -68,6 +68,7 @@ def test_accelerator_stays_within_its_budgets(zero, precision, tmp_path):
         assert "link: a step copies " in str(spent)
 
 
+@pytest.mark.storm
 @pytest.mark.ranks(2, timeout=300, backend="strict", accelerator=Accelerator())
 def test_parameters_leave_an_accelerator_for_its_host_only(tmp_path):
     expected, *_ = trained(None, 3)

@@ -114,7 +114,7 @@ def check_offloads(stage, *offloads, **how):
 
 
 @for_each(stage=STAGES, make=("fused", storm("foreach"), storm("sgd")))
-@pytest.mark.ranks([1, 2], backend="strict", accelerator=Accelerator())
+@on_device
 def test_state_on_host_changes_no_number(stage, make):
     check_offloads(stage, HOST, HALF, NOT_LATE, make=make)
 
@@ -241,13 +241,13 @@ def test_full_host_of_one_rank_is_an_error_on_all_ranks(error):
         assert all(parameter.isfinite().all() for parameter in module.parameters())
 
 
-@for_each(stage=(0, storm(1), 2, 3), precision=(BF16, storm(WIDER_SUMS)))
+@for_each(stage=(0, storm(1), storm(2), 3), precision=(BF16, storm(WIDER_SUMS)))
 @on_device
 def test_masters_on_host_change_no_number(stage, precision):
     check_offloads(stage, HOST, HALF, precision=precision, microbatches=2)
 
 
-@for_each(stage=(0, storm(1), 2, 3), sync=(True, False), offload=(HOST, storm(HALF)))
+@for_each(stage=(0, storm(1), storm(2), 3), sync=(True, False), offload=(HOST, storm(HALF)))
 @on_device
 def test_microbatches_are_added_on_the_device(stage, sync, offload):
     how = {"microbatches": 3, "sync": sync, "zeros": True}
@@ -347,7 +347,7 @@ def test_residency_counts_state_and_gradients_on_the_host(stage):
     assert held["host"]["gradients"] >= size - 200
 
 
-@for_each(stage=STAGES, offload=(HOST, HALF, NOT_LATE, SHARDS), precision=(None, BF16, WIDER_SUMS))
+@for_each(stage=STAGES, offload=(HOST, storm(HALF), NOT_LATE, SHARDS), precision=(None, storm(BF16), WIDER_SUMS))
 @pytest.mark.ranks(2, backend="strict", accelerator=Accelerator())
 def test_predicted_offload_is_the_program_and_the_bytes(stage, offload, precision):
     if "parameters" in offload and stage < 3:

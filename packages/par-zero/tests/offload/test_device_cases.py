@@ -287,6 +287,7 @@ def test_meta_model_needs_the_device_memory_of_one_unit():
     assert torch.accelerator.memory_allocated() - before <= 512
 
 
+@pytest.mark.storm
 @for_each(stage=STAGES)
 @pytest.mark.ranks(2, backend="strict", accelerator=Accelerator())
 def test_two_optimizers_on_the_host_change_no_number(stage):

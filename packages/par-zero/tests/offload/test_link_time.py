@@ -114,6 +114,7 @@ def test_offloaded_step_takes_little_longer_than_without(monkeypatch):
     assert ratios(monkeypatch, CASES) == [2.02, 1.11, 1.23, 1.24, 1.2, 1.08, 1.2, 1.2, 1.19]
 
 
+@pytest.mark.storm
 @pytest.mark.ranks(1, timeout=300, backend="strict", accelerator=Accelerator(costs=COSTS))
 def test_offloaded_step_takes_the_same_time_in_each_run(monkeypatch):
     times = [on_host(2, monkeypatch)[1] for _ in range(5)]
@@ -124,6 +125,7 @@ SLOW = Costs(flops=1e12, memory=1e12, link=1e9, latency=5e-6, launch=1e-6, host=
 """A link that is four times slower: each direction takes as long as computing, or longer."""
 
 
+@pytest.mark.storm
 @pytest.mark.ranks(1, timeout=300, backend="strict", accelerator=Accelerator(costs=SLOW))
 def test_step_on_a_slow_link_is_shorter_with_steps_in_backward(monkeypatch):
     moved = sum(parameter.nbytes for parameter in made().parameters()) / SLOW.link

@@ -92,6 +92,7 @@ def check(stage, slowest, monkeypatch):
         assert predicted == pytest.approx(found, rel=0.05)
 
 
+@pytest.mark.storm
 @for_each(stage=[0, 2, 3])
 @pytest.mark.ranks(1, timeout=300, backend="strict", accelerator=Accelerator(costs=costs("computing")))
 def test_predicted_seconds_with_offload_are_those_of_a_step(stage, monkeypatch):
@@ -104,6 +105,7 @@ def test_predicted_seconds_on_a_slow_link_are_those_of_a_step(stage, monkeypatch
     check(stage, "link", monkeypatch)
 
 
+@pytest.mark.storm
 @for_each(stage=[0, 2, 3])
 @pytest.mark.ranks(1, timeout=300, backend="strict", accelerator=Accelerator(costs=costs("host")))
 def test_predicted_seconds_on_a_slow_host_are_those_of_a_step(stage, monkeypatch):

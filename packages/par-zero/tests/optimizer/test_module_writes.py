@@ -137,6 +137,7 @@ def test_module_and_master_write_between_steps_raises(then):
         call()
 
 
+@pytest.mark.storm
 @pytest.mark.ranks(2)
 def test_compiled_module_with_watched_weights_equals_eager():
     results = []

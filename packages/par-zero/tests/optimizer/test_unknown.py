@@ -263,6 +263,7 @@ def test_unknown_and_atomic_agree_bit_by_bit():
     assert_same(*results)
 
 
+@pytest.mark.storm
 @for_each(stage=(1, 3))
 @pytest.mark.ranks(2)
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # Dynamo's own

@@ -132,14 +132,15 @@ def test_timeout_names_the_line_of_the_rank_that_does_not_come():
 @for_each(stage=(1, 3))
 @pytest.mark.ranks(2)
 def test_slow_ranks_that_make_the_same_calls_raise_nothing(stage):
+    calls._PERIOD = 0.1
     module, optimizer = _sharded(stage)
     for step in range(2):
-        time.sleep(1.5 * dist.get_rank())
+        time.sleep(0.3 * dist.get_rank())
         with no_sync(module):
             loss_of(module, batch(step, width=8)).backward()
-        time.sleep(1.5 * (1 - dist.get_rank()))
+        time.sleep(0.3 * (1 - dist.get_rank()))
         loss_of(module, batch(step, width=8)).backward()
-        time.sleep(1.5 * dist.get_rank())
+        time.sleep(0.3 * dist.get_rank())
         optimizer.step()
         optimizer.zero_grad()
     whole(module)

@@ -152,6 +152,7 @@ def test_stopped_and_gone_on_under_other_axes_it_is_the_run_that_was_never_stopp
     assert len(list((tmp_path / "parts" / "data").iterdir())) == 1, "the tokens were made once"
 
 
+@pytest.mark.storm
 @pytest.mark.ranks(2, timeout=120)
 def test_layers_again_dtypes_and_stage_3_train_the_same_model(tiny, tmp_path):
     """After 2 steps in bf16: 2 % is some 10 roundings."""
@@ -322,6 +323,7 @@ HANDED_ON = {
 }
 
 
+@pytest.mark.storm
 @pytest.mark.ranks(2, timeout=120)
 def test_a_mixture_goes_on_elsewhere_and_its_weights_stay(tiny, tmp_path):
     corpora = tiny[1]
