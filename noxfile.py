@@ -461,7 +461,7 @@ def lowest_versions(session: nox.Session, package: str) -> str:
     return str(path)
 
 
-def workers(*, more: int = 1) -> list[str]:
+def workers(*, more: int = 2) -> list[str]:
     """Workers of pytest: one a core, up to four. The tests of a file stay together: they share what is slow to make.
 
     Args:

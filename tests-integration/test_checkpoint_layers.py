@@ -172,6 +172,7 @@ def test_every_mode_writes_the_same_files_from_the_same_weights(tmp_path):
         before = path
 
 
+@pytest.mark.storm
 @pytest.mark.ranks(4)
 def test_2d_saves_in_every_way(tmp_path):
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)

@@ -153,7 +153,7 @@ TESTED = (
     ("data parallel", 3, "bf16"),
     storm(("data parallel", 3, "bf16-amp")),
     ("tensor parallel 1d", 3, "fp32"),
-    ("pipeline, 1F1B", 3, "bf16"),
+    storm(("pipeline, 1F1B", 3, "bf16")),
     storm(("data parallel", 0, "fp16-amp")),
     storm(("1d, sequence parallel", 0, "fp32")),
     storm(("pipeline, ZB-H1", 1, "fp32")),

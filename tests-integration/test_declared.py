@@ -12,8 +12,8 @@ import pytest
 
 PACKAGES = sorted(path.parent for path in Path(__file__).parents[1].glob("packages/*/pyproject.toml"))
 
-THERE = {"par-precision": {"triton"}, "par-layers": {"transformers"}}
-"""What comes with torch, and with the models that are given."""
+THERE = {"par-precision": {"triton"}, "par-layers": {"transformers"}, "par-checkpoint": {"verl", "vllm"}}
+"""What comes with torch, with the models that are given, and with the engine that loads an adapter."""
 
 KEYWORDS = {"par_tokens"}
 """Keyword arguments that par-layers adds to the forward of a model; par-train passes them."""

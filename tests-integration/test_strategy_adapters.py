@@ -224,6 +224,7 @@ def test_what_is_no_plain_lora_is_refused_by_name(tmp_path):
             strategy.save(adapted, tmp_path / "out")
 
 
+@pytest.mark.storm
 @pytest.mark.ranks(4, timeout=180)
 def test_weights_are_drawn_alike_under_every_topology(tmp_path):
     cases = {"data": {}, "sequence, stage 3": {"parallel": {"tensor": SEQUENCE}, "zero": 3}}

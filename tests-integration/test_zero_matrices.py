@@ -111,6 +111,7 @@ def cases():
     for name, (ranks, parallel, key_heads) in LAYOUTS.items():
         marks = [pytest.mark.ranks(ranks, timeout=180)]
         if name in STAGES:
+            marks += [pytest.mark.storm] * (name != "1d")
             yield pytest.param(parallel, key_heads, STAGES[name], id=name, marks=marks)
         others = (0, 1, 2, 3) if "data" in parallel else (0,)
         if others != STAGES.get(name):
@@ -255,6 +256,7 @@ CHAIN = [
 """ZeRO stage and topology of a run that goes on as another one each time."""
 
 
+@pytest.mark.storm
 @pytest.mark.ranks(4, timeout=180)
 def test_a_checkpoint_of_matrices_goes_on_under_any_other_topology(tmp_path):
     """What rank has the state of which matrix is not in the files."""

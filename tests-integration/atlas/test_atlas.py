@@ -17,6 +17,7 @@ def check(*arguments):
     assert found.returncode == 0, found.stdout + found.stderr[-3000:]
 
 
+@pytest.mark.storm
 def test_atlas_one_type_is_as_on_the_page():
     check("gpt2", "--check", "1", "--jobs", "1")
 

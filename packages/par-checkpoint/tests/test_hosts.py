@@ -128,6 +128,7 @@ def test_ranks_of_hosts_of_eight_open_as_many_sockets_as_the_page_says(tmp_path)
     assert len(met) <= max(hosts - 1, 2 * (hosts - 1).bit_length()) + 7  # few hosts are given all by the first one
 
 
+@pytest.mark.storm
 @pytest.mark.ranks(3)
 def test_a_replica_that_rounds_what_it_loads_hands_on_the_bytes_of_the_file(tmp_path):
     value = torch.randn(300, 1000, generator=torch.Generator().manual_seed(0))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from par_groups import ProcessGroups, Topology
 from par_layers import PartialGradientReducer, layer_set
 from par_layers.examples.gpt import Block
-from par_testing import Counted, count_collectives
+from par_testing import Counted, count_collectives, storm
 
 from .helpers import MODES, filled, integers, numbers
 
@@ -124,7 +124,7 @@ def counts(model, x: torch.Tensor, groups: ProcessGroups) -> tuple[Fraction, Cou
     return counted.received(), once
 
 
-@pytest.mark.ranks([pytest.param(2, marks=pytest.mark.storm), 4, 8])
+@pytest.mark.ranks([storm(2), 4, storm(8)])
 def test_every_layer_communicates_what_its_formula_says():
     for mode in live():
         for check in CHECKS:

@@ -46,6 +46,7 @@ def reference(command):
     return command.folder / "reference", done
 
 
+@pytest.mark.storm
 def test_a_budget_changes_no_weight_and_its_reasons_are_said_before_and_after_the_first_step(command, reference):
     room = ["--memory.device=400kB", "--memory.host=30kB", "--memory.disk=1MB", f"--memory.path={command.folder}"]
     done = command.finish(command.train("tight", *room))

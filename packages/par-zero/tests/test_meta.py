@@ -193,6 +193,7 @@ def test_several_optimizers_may_be_made_of_a_model_on_meta(stage):
     assert_same(whole(model), whole(reference))
 
 
+@pytest.mark.storm
 @pytest.mark.ranks(4)
 def test_units_are_filled_under_hybrid_sharding():
     rank = dist.get_rank()

@@ -231,7 +231,8 @@ def test_receiver_keeps_its_version_when_the_store_is_lost():
         assert receiver.version == 1
 
 
-@pytest.mark.parametrize("trainers", [5, pytest.param(1500, marks=pytest.mark.storm)])
+@pytest.mark.storm
+@pytest.mark.parametrize("trainers", [5, 1500])
 def test_killed_process_leaves_complete_versions(trainers):
     """Four of five trainers, or their generators, lose a rank at a drawn moment; no generator serves a mixture."""
     seed = trainers if trainers == 5 else int(time.time())

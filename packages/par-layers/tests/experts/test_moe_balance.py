@@ -62,6 +62,7 @@ def check_losses(parallel, over):
         assert_equal_to_one_device(layer, whole, gradients=True, rtol=EXACT, atol=EXACT, reason="sums in another order")
 
 
+@pytest.mark.storm
 @pytest.mark.ranks([storm(2), 4])
 def test_losses_do_not_depend_on_tensor_ranks_nor_on_any_others_megatron_5047():
     """There the loss of balance grew with the tensor ranks."""

@@ -171,6 +171,7 @@ def test_pipelines_of_replicas_that_share_their_state(cases):
             assert_same_run(*trained(chosen, groups), reference)
 
 
+@pytest.mark.storm
 @pytest.mark.ranks(4, timeout=120)
 def test_a_pipeline_of_cut_layers():
     reference = expected(options(tied=True))

@@ -31,7 +31,7 @@ RUNS = {
     ),
     "actor_critic": (["--batch-size=16", "--steps=20"], [["--tensor=2", "--zero=3"]], "reward"),
 }
-OTHERS = ("vision_transformer", "long_context", "actor_critic")
+OTHERS = ("mixture_of_experts", "vision_transformer", "long_context", "actor_critic")
 
 
 def example(name):
@@ -46,7 +46,7 @@ def curve(folder, column):
 
 
 @pytest.mark.ranks(2, timeout=120)
-@pytest.mark.parametrize("name", ["pretrain_gpt", "mixture_of_experts", *map(storm, OTHERS)])
+@pytest.mark.parametrize("name", ["pretrain_gpt", *map(storm, OTHERS)])
 @pytest.mark.parametrize("count", [1, storm(2)])
 def test_an_example_trains_alike_however_its_ranks_share(name, count, tmp_path):
     flags, ways, column = RUNS[name]

@@ -83,6 +83,14 @@ def end(folder, job, *, steps=STEPS, timeout=300):
     return told
 
 
+def test_survivors_share_the_batch_after_a_loss(tmp_path):
+    job = start(tmp_path, "--ranks=3", kills=[[1, 2, "reduced"]])
+    told = end(tmp_path, job)
+    sizes = {each["step"]: len(each["ranks"]) for each in told}
+    assert [sizes[step] for step in (0, 1, 3, 9)] == [3, 3, 2, 2]
+
+
+@pytest.mark.storm
 def test_survivors_share_the_batch_after_two_losses(tmp_path):
     # A batch of 12 on 4, 3 and 2 ranks: before any rank has passed `ready`, and after all have.
     job = start(tmp_path, "--ranks=4", kills=[[1, 2, "reduced"], [2, 6, "passed"]])

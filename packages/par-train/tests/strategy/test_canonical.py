@@ -131,6 +131,7 @@ def test_three_ranks_have_the_bits_of_one_device():
     assert_equal([({}, 2)])
 
 
+@pytest.mark.storm
 @pytest.mark.ranks(4)
 def test_four_ranks_have_the_bits_of_one_device():
     assert_equal([({}, 3), ({"pipeline": 2}, 2, "zb_h1"), ({"pipeline": 4}, 0, "1f1b")])
@@ -247,6 +248,7 @@ def test_dropout_drops_the_same_elements_under_every_topology(recompute):
     assert found != {digest_of_dropping({}, drops=False)}
 
 
+@pytest.mark.storm
 @pytest.mark.ranks(2)
 def test_dropout_of_attention_and_of_adapters_has_one_digest(tmp_path):
     peft = pytest.importorskip("peft")

@@ -123,17 +123,18 @@ FOUR = [
 @pytest.mark.parametrize(
     ("make", "precision"),
     [
-        *((qwen, "bf16"), (gpt, "fp32")),  # four ranks have llama
+        (qwen, "bf16"),
         *(storm(make, each) for make in (llama, gpt2) for each in ("fp32", "bf16")),
-        *(storm(*case) for case in ((qwen, "fp32"), (gpt, "bf16"))),
+        *(storm(*case) for case in ((qwen, "fp32"), (gpt, "fp32"), (gpt, "bf16"))),
     ],
 )
 def test_two_tensor_ranks_have_the_bits_of_data_ranks(make, precision):
     assert_one_digest(TWO, make, precision=precision)
 
 
+@pytest.mark.storm
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("precision", [storm("fp32"), "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_four_ranks_have_one_digest(precision):
     assert_one_digest(FOUR, precision=precision)
 

@@ -53,7 +53,7 @@ def trained(memory, zero, precision="fp32", steps=4, other=0):
 
 
 @for_each(zero=(1, 3), precision=(storm("fp32"), "bf16"))
-@pytest.mark.ranks([1, 2], timeout=300, backend="strict", accelerator=Accelerator())
+@pytest.mark.ranks([storm(1), 2], timeout=300, backend="strict", accelerator=Accelerator())
 def test_accelerator_stays_within_its_budgets(zero, precision, tmp_path):
     expected, _, most, _ = trained(None, zero, precision)
     for memory in (

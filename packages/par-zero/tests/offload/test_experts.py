@@ -110,6 +110,7 @@ def test_offloaded_state_of_experts_changes_no_number(case, tmp_path):
     check(2, stage, tmp_path, uneven=True, **given)
 
 
+@pytest.mark.storm
 @for_each(case=AT_3)
 @pytest.mark.ranks(2)
 def test_offloaded_parameters_of_experts_change_no_number(case, tmp_path):

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from par_testing import Accelerator, Costs, device_times, for_each, waits_seen
+from par_testing import Accelerator, Costs, device_times, for_each, storm, waits_seen
 from par_zero import Offload, program, residency, shard, summon
 
 from ..helpers import assert_same
@@ -15,7 +15,7 @@ SHARDS = Offload(optimizer="host", parameters="host", piece="8KiB")
 BF16 = {"param_dtype": torch.bfloat16}
 WIDTH = 64
 
-on_device = pytest.mark.ranks([1, 2], backend="strict", accelerator=Accelerator())
+on_device = pytest.mark.ranks([storm(1), 2], backend="strict", accelerator=Accelerator())
 
 
 class Layers(nn.Module):
@@ -165,7 +165,7 @@ def test_link_moves_the_bytes_of_the_formula(precision):
     assert out == pytest.approx(4 * WIDTH**2 * (4 if precision is None else 2) / ranks, abs=64)
 
 
-@pytest.mark.ranks([1, 2], backend="strict", accelerator=Accelerator())
+@pytest.mark.ranks([storm(1), 2], backend="strict", accelerator=Accelerator())
 def test_device_holds_what_the_program_predicts():
     module, optimizer = made(SHARDS)
     size = sum(parameter.numel() * 4 for parameter in module.parameters())

@@ -109,6 +109,7 @@ CASES = (
 )
 
 
+@pytest.mark.storm
 @pytest.mark.ranks(1, timeout=300, backend="strict", accelerator=Accelerator(costs=COSTS))
 def test_offloaded_step_takes_little_longer_than_without(monkeypatch):
     assert ratios(monkeypatch, CASES) == [2.02, 1.11, 1.23, 1.24, 1.2, 1.08, 1.2, 1.2, 1.19]

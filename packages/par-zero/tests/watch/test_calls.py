@@ -110,13 +110,13 @@ def test_reset_of_one_rank_at_stage_1_is_named_on_all_ranks():
 @pytest.mark.ranks(2, backend="gloo")
 def test_timeout_names_the_line_of_the_rank_that_does_not_come():
     calls._PERIOD = 0.2
-    group = dist.new_group(timeout=timedelta(seconds=4))
+    group = dist.new_group(timeout=timedelta(seconds=2))
     module = mlp()
     optimizer = adamw(module.parameters())
     shard(module, optimizer, stage=3, group=group)
     train(module, optimizer, [[batch(0, width=8)]])
     if dist.get_rank() == 1:
-        time.sleep(8)  # stands for a rank that has no more batches
+        time.sleep(4)  # stands for a rank that has no more batches
         return
     calls._LOOKS_BEFORE_NOTICE = 3
     text = r"rank 0 begins a forward and waits for rank 1, which is at .*test_calls.py:\d+"

@@ -188,6 +188,7 @@ def test_layers_again_dtypes_and_stage_3_train_the_same_model(tiny, tmp_path):
         assert transformers.AutoConfig.from_pretrained(tmp_path / "half" / "checkpoint").dtype == torch.bfloat16
 
 
+@pytest.mark.storm
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft asks it of a model
 @pytest.mark.ranks(2, timeout=120)
 def test_adapters_and_random_weights_are_the_same_under_every_topology(tiny, tmp_path):
