@@ -121,6 +121,13 @@ def test_means_over_all_tokens():
 
 
 @pytest.mark.ranks(2)
+def test_no_dataloader_config_is_the_default():
+    accelerator = ParAccelerator(cpu=True, dataloader_config=None)  # as Accelerator's own signature has it
+    assert accelerator.num_processes == 2
+    accelerator.strategy.close()
+
+
+@pytest.mark.ranks(2)
 def test_what_is_refused_and_what_does_it(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="was given fsdp_plugin; leave it out and give strategy=dict"):
         ParAccelerator(fsdp_plugin=object(), cpu=True)

@@ -73,7 +73,7 @@ class ParAccelerator(OverDataRanks, Refusing, Accelerator):  # type: ignore[misc
         # The state of an earlier accelerator in this process is shared.
         shared = AcceleratorState().mixed_precision if AcceleratorState._shared_state else None
         mixed_precision = mixed_precision or shared or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-        config = accelerator.pop("dataloader_config", DataLoaderConfiguration())
+        config = accelerator.pop("dataloader_config", None) or DataLoaderConfiguration()
         said = f"mixed_precision={mixed_precision!r}"
         device = "cpu" if cpu else "auto"
         self.strategy = make_strategy(strategy, precision=mixed_precision, said_by=said, device=device)
