@@ -104,6 +104,7 @@ def find_start(options: Options, stop: Stop, held: ExitStack) -> Start:
     except UserError as error:
         _compare(_Facts(error=str(error)))
         raise
+    # Here the ranks whose checkpoint fits meet those that have just reported an error.
     _compare(_Facts())
     return Start(data=data, folder=folder, origin=origin, lock=lock, checkpoints=checkpoints)
 

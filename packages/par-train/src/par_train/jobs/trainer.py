@@ -265,6 +265,7 @@ class Trainer:
             raise UserError(f"train.batch_size {self.options.train.batch_size}: {error}") from None
         warn_of_other_bits(origin.state.numerics, self.strategy.environment_of_bits)
         origin.load(**self._parts())
+        # The strategy seeds the random numbers of a step by its number, so dropout goes on as if nothing had stopped.
         self.step = self._first = self.strategy.steps = origin.state.step
         self.samples = origin.state.samples
 

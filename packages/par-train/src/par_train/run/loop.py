@@ -185,6 +185,7 @@ class TrainingLoop:
                 starting.enter_context(self.strategy.worker_signals.starting(batches))
             iterator = iter(batches)
         while True:
+            # Stopping the profiler is collective, and between two steps all ranks get here.
             self._monitor.profiler.update(self.step)
             self._monitor.clock.enter(self.step, "data")
             try:

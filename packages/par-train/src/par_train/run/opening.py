@@ -95,6 +95,7 @@ class FolderOpening:
         except Exception as error:  # any kind, because the other ranks must raise it, too
             problem = error
         checkpoint, logging, _ = self._policies
+        # Ranks with other numbers would save or log at other steps, and wait in different collectives.
         numbers = (checkpoint.every, checkpoint.keep_last, logging.every)
         tiers = (len(self._tiers.folders), self._tiers.copies) if isinstance(self._tiers, Tiers) else None
         options = (str(self._files.folder), numbers, tiers)
@@ -184,4 +185,5 @@ class FolderOpening:
             )
         if self._tiers is not None:
             return root.absolute(), found  # of another run, because this run's checkpoints are in tiers
+        # A path that leads back to this folder continues its run, whose records then stay.
         return (own if root.absolute() == own.absolute() else root), found

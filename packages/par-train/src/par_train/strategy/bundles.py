@@ -142,6 +142,7 @@ def find_bundles(
         )
         for optimizer in optimizers
     ]
+    # A model without an optimizer only runs forward, such as a reference model, but is sharded like the others.
     bundles += [ModelBundle(models=[model]) for number, model in enumerate(models) if number not in chosen]
     for scheduler in schedulers:
         if not any(scheduler in each.schedulers for each in bundles):

@@ -161,6 +161,7 @@ class RunCheckpoints:
         for bundle, folder in folders:
             report = load(folder.name(step), tiers=tiers, **_parts(bundle))
         self.resumed_from = report.path
+        # Each folder holds the state of the whole run, so any of them will do.
         self._state.load_state_dict(report.extra)
         return step
 

@@ -251,6 +251,7 @@ def _at_a_time(strategy: Setup) -> float:
         return 1.0
     name = strategy.options.pipeline_keywords.get("schedule", "1f1b")
     place = pipeline_cost(name, len(schedule.ranks), schedule.microbatches).places[strategy.groups.rank("pipeline")]
+    # What is kept counts the activations of one stage each, and a microbatch has some in each stage of the rank.
     return max(1.0, place.kept / len(place.stages))
 
 
