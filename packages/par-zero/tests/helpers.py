@@ -1,6 +1,7 @@
 """What the tests share: small models, optimizers, steps on data that differs by rank, and whole parameters."""
 
 import sys
+import time
 import weakref
 from collections import Counter
 from contextlib import nullcontext
@@ -35,22 +36,26 @@ def _check_program(record):
     assert peak == sum(found.peak().values()), f"{found}\nis fullest with {found.peak()}, counted {dict(fullest)}"
     # What a disk cannot take stays in memory, which no program knows.
     if record.disk_errors not in _FAILED:
-        _check_storages(record.engine(), found, held)
+        _check_storages(record.engine(), found, held, record._meter)
     _check_prediction(record, found, peak)
 
 
-def _check_storages(engine, found, held):
+def _check_storages(engine, found, held, meter):
     """That the ledger's bytes at the end of a step are those of the storages that exist."""
-    now = engine.residency().now["device"]
-    there = {kind: now[kind] for kind in held}
-    # The step drops the gradients of unused parameters, which the ledger counts until `zero_grad`.
-    there["gradients"] += sum(
-        tensor.nbytes
-        for each in engine._reducer.gradients
-        for tensor in each._stepped
-        if each.is_cast and tensor.grad is None
-    )
-    assert there == held, f"{found}\nends with {held}, storages have {there}"
+    for _ in range(100):
+        now = engine.residency().now["device"]
+        there = {kind: now[kind] for kind in held}
+        # The step drops the gradients of unused parameters, which the ledger counts until `zero_grad`.
+        there["gradients"] += sum(
+            tensor.nbytes
+            for each in engine._reducer.gradients
+            for tensor in each._stepped
+            if each.is_cast and tensor.grad is None
+        )
+        if there == dict(meter.now):
+            return
+        time.sleep(0.01)  # a thread may step, and drop gradients, meanwhile
+    raise AssertionError(f"{found}\nends with {dict(meter.now)}, storages have {there}")
 
 
 def _check_prediction(record, found, peak):
