@@ -35,12 +35,13 @@ def test_digest_of_rows_columns_and_a_flat_buffer_is_that_of_the_tensor():
         assert digest_of(named, dist.group.WORLD) == expected
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.complex128])
 def test_digest_changes_with_one_bit_one_place_or_one_name(dtype):
     expected = whole_digest(dtype)
     tensors = {"w": weight(dtype), "b": torch.arange(5.0)}
     bit = tensors["w"].clone()
-    bit.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])[2, 3] ^= 1
+    real = torch.view_as_real(bit) if dtype.is_complex else bit
+    real.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[real.itemsize])[2, 3] ^= 1
     swapped = tensors["w"].flip(0)
     assert digest_of([("w", bit), ("b", tensors["b"])], None).differing(expected) == ["w"]
     assert digest_of([("w", swapped), ("b", tensors["b"])], None).differing(expected) == ["w"]

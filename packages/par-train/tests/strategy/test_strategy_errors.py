@@ -16,6 +16,7 @@ from par_checkpoint import inspect as checkpoint_of
 from par_groups import ProcessGroups, Topology
 from par_train import Plugin, Strategy, StrategyOptions, register_gradient_handler
 from par_train.strategy.handlers import HANDLERS
+from par_zero import Offload
 
 
 def raises(words, call, *arguments, **keywords):
@@ -60,6 +61,14 @@ def test_described_options_differ_if_a_dtype_differs():
     zeros = [{"stage": 1, "precision": {"reduce_dtype": dtype}} for dtype in (torch.float32, torch.bfloat16)]
     assert len({StrategyOptions(precision=each).described() for each in precisions}) == 2
     assert len({StrategyOptions(zero=each).described() for each in zeros}) == 2
+
+
+def test_described_options_differ_if_a_policy_differs_but_for_a_path():
+    host, half = Offload(optimizer="host"), Offload(optimizer=0.5)
+    assert len({StrategyOptions(zero={"stage": 1, "offload": each}).described() for each in (host, half)}) == 2
+    disks = [{"optimizer": "disk", "path": f"/disk{rank}"} for rank in range(2)]
+    for make in (dict, Offload):
+        assert len({StrategyOptions(zero={"stage": 1, "offload": make(**each)}).described() for each in disks}) == 1
 
 
 @pytest.mark.ranks(2, init=False)

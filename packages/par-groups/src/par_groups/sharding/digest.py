@@ -76,11 +76,15 @@ def _added(one: tuple[int, ...] | None, other: tuple[int, ...]) -> tuple[int, ..
 
 def _hashed(box: Box, values: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the sums of the hashes of a box's elements, one for each word."""
+    start, size = box.start, box.size
+    if values.is_complex():  # two real numbers each, on one more dim: integers have at most 8 bytes
+        values, shape = torch.view_as_real(values.resolve_conj()), (*shape, 2)
+        start, size = (*start, 0), (*size, 2)
     bits = values.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize])
     # The row-major index in the full tensor of each element. Each dim multiplies what is there and adds its own index.
     index = torch.zeros((), dtype=torch.int64, device=values.device)
-    for dim, (start, size) in enumerate(zip(box.start, box.size, strict=True)):
-        places = torch.arange(start, start + size, device=values.device)
+    for dim, (first, count) in enumerate(zip(start, size, strict=True)):
+        places = torch.arange(first, first + count, device=values.device)
         index = (index * shape[dim])[..., None] + places
     return tuple(int(_mixed(index, bits.long(), factor).sum()) % 2**64 for factor in _WORDS)
 

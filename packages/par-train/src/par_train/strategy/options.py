@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
@@ -248,9 +248,12 @@ class StrategyOptions:
 
 
 def _plain(value: Any) -> Any:
-    """Replace objects by the names of their types, since their addresses differ between ranks."""
+    """Replace policies by their fields, and other objects by the names of their types: addresses differ by rank."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {"": type(value).__name__, **{each.name: getattr(value, each.name) for each in fields(value)}}
     if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
+        # Each rank may have a disk of its own.
+        return {key: _plain(inner) for key, inner in value.items() if key != "path"}
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
     # A dtype has the same text on all ranks, and ranks with different ones would hang in their first collective.
