@@ -187,17 +187,80 @@ def test_an_adapter_of_peft_is_trained_on_and_merged(tmp_path, family):
         assert_near(opened(tmp_path / "merged").state_dict(), theirs.merge_and_unload().state_dict())
 
 
+DORA = {
+    "stage 3": {"zero": 3},
+    "sequence": {"parallel": {"tensor": SEQUENCE}},
+    "pipeline": {"parallel": {"pipeline": 2}, "pipeline": {"microbatches": 2}},
+}
+
+
+@pytest.mark.ranks(2, timeout=240)
+def test_dora_is_drawn_trained_and_written_as_on_one_device(tmp_path):
+    write_base(tmp_path / "base")
+    for name, options in DORA.items():
+        folder = tmp_path / name
+        with Strategy(**options, seed=3) as strategy:
+            model, optimizer = made(strategy, tmp_path / "base", lora(use_dora=True))
+            strategy.save(model, folder / "drawn", plan="peft")
+            losses = train(strategy, model, optimizer)
+            strategy.save(model, folder / "adapters", plan="peft")
+            with pytest.raises(ValueError, match="the adapters are DoRA, which scales each full row of a weight"):
+                strategy.save(model, folder / "merged", plan="merged")
+            if dist.get_rank() == 0:
+                expected, adapters, _ = one_device(tmp_path / "base", folder / "drawn")
+                assert losses == pytest.approx(expected, rel=TOLERANCE), name
+                assert_near(saved_adapters(folder / "adapters", tmp_path / "base"), adapters)
+                assert sum("lora_magnitude_vector" in key for key in adapters) == 8
+            dist.barrier()
+
+
+@pytest.mark.ranks(2, timeout=240)
+def test_adapters_of_packed_experts_train_as_on_one_device(tmp_path):
+    base = tmp_path / "base"
+    write_base(base, "Mixtral", num_local_experts=4, num_experts_per_tok=2)
+    config = lora(target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    if dist.get_rank() == 0:
+        torch.manual_seed(5)
+        drawn = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(base), config)
+        drawn.save_pretrained(tmp_path / "drawn")
+    dist.barrier()
+    for name, options in {"stage 1": {"zero": 1}, "stage 3": {"zero": 3}}.items():
+        with Strategy(**options, seed=3) as strategy:
+            bare = transformers.AutoModelForCausalLM.from_pretrained(base)
+            model = peft.PeftModel.from_pretrained(bare, tmp_path / "drawn", is_trainable=True)
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            model, optimizer = strategy.initialize(model, torch.optim.SGD(trained, lr=0.3, momentum=0.9))
+            losses = train(strategy, model, optimizer)
+            strategy.save(model, tmp_path / name, plan="peft")
+            with pytest.raises(ValueError, match=r"experts.* is around a bare parameter, which no rank merges"):
+                strategy.save(model, tmp_path / "merged", plan="merged")
+            if dist.get_rank() == 0:
+                expected, adapters, _ = one_device(base, tmp_path / "drawn")
+                assert losses == pytest.approx(expected, rel=TOLERANCE), name
+                assert_near(saved_adapters(tmp_path / name, base), adapters)
+                assert sum("experts" in key for key in adapters) == 8
+            dist.barrier()
+    with (
+        Strategy(seed=3) as strategy,
+        pytest.raises(ValueError, match=r"has target_parameters, and .* PeftModel to init"),
+    ):
+        strategy.from_pretrained(base, adapter=config)
+    with (
+        Strategy(parallel={"tensor": CUT}) as strategy,
+        pytest.raises(TypeError, match=r"mlp\.experts' has an adapter \(ParamWrapper\) on .* experts"),
+    ):
+        strategy.from_pretrained(base, adapter=config)
+
+
 @pytest.mark.ranks(2, timeout=120)
 def test_what_is_no_plain_lora_is_refused_by_name(tmp_path):
     write_base(tmp_path / "base", num_hidden_layers=1)
     ia3 = peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[])
     with Strategy() as strategy:
         for error, message, adapter in (
-            (ValueError, "adapter has use_dora=True: DoRA", lora(use_dora=True)),
             (ValueError, r"adapter has modules_to_save=\['norm'\]", lora(modules_to_save=["norm"])),
             (ValueError, "adapter has bias='all', which trains biases", lora(bias="all")),
             (ValueError, "init_lora_weights='pissa', which looks at whole weights", lora(init_lora_weights="pissa")),
-            (ValueError, "packed experts have no linear", lora(target_parameters=["gate_up_proj"])),
             (TypeError, "adapter is a IA3Config; give a LoraConfig", ia3),
             (TypeError, "adapter is a int; give a LoraConfig", 8),
             (TypeError, "is around the output embedding", lora(target_modules=["lm_head"])),
@@ -219,6 +282,14 @@ def test_what_is_no_plain_lora_is_refused_by_name(tmp_path):
         dist.barrier()
         with pytest.raises(ValueError, match=r"less' does not fit its config: missing: model\.layers\.1\."):
             strategy.from_pretrained(tmp_path / "less", adapter=lora())
+        if dist.get_rank() == 0:
+            quantized = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+            transformers.LlamaConfig(**TEXT, quantization_config=quantized).save_pretrained(tmp_path / "nf4")
+        dist.barrier()
+        with pytest.raises(
+            ValueError, match=r"nf4' holds weights quantized by bitsandbytes: .* QLoRA is not supported"
+        ):
+            strategy.from_pretrained(tmp_path / "nf4", adapter=lora())
         adapted = strategy.initialize(strategy.from_pretrained(tmp_path / "base", adapter=lora()))
         with pytest.raises(ValueError, match="has adapters, for which transformers' folders have no place"):
             strategy.save(adapted, tmp_path / "out")

@@ -13,6 +13,7 @@ from .adapters import (
     draw_adapters_,
     has_adapters,
     inject_adapters_,
+    measure_magnitudes_,
     write_config,
 )
 from .auxiliary import weigh_auxiliary_losses_
@@ -28,7 +29,7 @@ from .causal import (
     pretrained_of,
     unlike_causal,
 )
-from .make import make_on_meta
+from .make import check_floating, make_on_meta
 from .merge import merged_tensors
 from .sample import Ends, Prompts, joined_rows, read_request, write_on
 from .sequence import attend_over_, check_pretrained, cut_dict, reaches_other_tokens
@@ -44,6 +45,7 @@ __all__ = [
     "balance_factor",
     "base_name",
     "causal_lm_loss",
+    "check_floating",
     "check_packed_rows",
     "check_pretrained",
     "cut_dict",
@@ -54,6 +56,7 @@ __all__ = [
     "logits_of",
     "make_batch_splitter",
     "make_on_meta",
+    "measure_magnitudes_",
     "merged_tensors",
     "next_labels",
     "pretrained_in",

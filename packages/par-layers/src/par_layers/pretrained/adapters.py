@@ -27,9 +27,7 @@ CONFIG = "adapter_config.json"
 """The file of a LoraConfig in a folder of peft's."""
 
 _REFUSED = {
-    "use_dora": "DoRA's magnitudes are norms of whole weights, of which ranks have parts",
     "modules_to_save": "modules that are trained whole would need records of their own",
-    "target_parameters": "packed experts have no linear to be put around",
     "trainable_token_indices": "rows of an embedding are no linear's",
     "layer_replication": "layers that are there twice have no place in the files",
     "lora_bias": "a bias of B cannot be merged into a weight",
@@ -86,6 +84,8 @@ def inject_adapters_(model: Any, adapter: Any) -> None:
 def draw_adapters_(part: nn.Module, seed: int, device: torch.device) -> None:
     """Fill adapters on the meta device as peft does: A is drawn by the seed and its name, B is zero.
 
+    DoRA's magnitudes are zero until `measure_magnitudes_` or a folder of adapters fills them.
+
     Args:
         part: This rank's part of a model with adapters.
         seed: Seed of the run.
@@ -103,6 +103,20 @@ def draw_adapters_(part: nn.Module, seed: int, device: torch.device) -> None:
             else:
                 nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=generator)  # as torch draws a linear
         fill_shard_(parameter, full, device)
+
+
+@torch.no_grad()
+def measure_magnitudes_(part: nn.Module) -> None:
+    """Set DoRA's magnitudes to the norms of the weights, as peft does. Collective over the tensor ranks.
+
+    Args:
+        part: This rank's part of a model with adapters, whose weights are loaded.
+    """
+    for module in adapters_in(part).values():
+        for adapter, layer in module.lora_magnitude_vector.items():
+            delta = module.lora_B[adapter].weight @ module.lora_A[adapter].weight
+            norms = layer.get_weight_norm(module.base_layer.weight, delta, module.scaling[adapter])
+            layer.weight.copy_(norms)
 
 
 def adapters_in(model: nn.Module) -> dict[str, Any]:
@@ -125,12 +139,14 @@ def adapters_in(model: nn.Module) -> dict[str, Any]:
         pairs: Any = getattr(module, "lora_A", None)
         if not isinstance(pairs, nn.ModuleDict) or getattr(module, "lora_embedding_A", None):
             raise TypeError(f"{who} is no LoRA around a linear, which alone can be trained and saved here; use that")
-        if getattr(module, "lora_variant", None) or getattr(module, "lora_magnitude_vector", None):
-            raise TypeError(f"{who} is a variant of LoRA, such as DoRA; use plain LoRA, or rsLoRA")
+        if getattr(module, "lora_variant", None) and not getattr(module, "lora_magnitude_vector", None):
+            raise TypeError(f"{who} is a variant of LoRA other than DoRA; use plain LoRA, rsLoRA or DoRA")
         if module is output or base is output:
             raise TypeError(f"{who} is around the output embedding; choose target_modules among the layers' linears")
-        if not isinstance(base, nn.Linear) and not hasattr(base, "nf"):  # transformers' Conv1D
-            raise TypeError(f"{who} is around a {type(base).__name__}, such as packed experts; choose linears")
+        # A bare parameter, such as those of packed experts, or transformers' Conv1D.
+        is_known = isinstance(base, nn.Linear) or hasattr(base, "nf") or hasattr(module, "parameter_name")
+        if not is_known:
+            raise TypeError(f"{who} is around a {type(base).__name__}; choose linears or packed experts")
         if len(pairs) != 1:
             raise ValueError(f"{who} has the adapters {list(pairs)}; one is trained and saved: delete the others")
         if getattr(module, "merged_adapters", None):
@@ -158,7 +174,7 @@ def write_config(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the matrices of adapters of which this rank has shards, by their names in peft's files."""
+    """Return the tensors of adapters of which this rank has shards, by their names in peft's files."""
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     return {key: tensor for name, tensor in state.items() if (key := _name_in_files(name)) is not None}
 
@@ -170,11 +186,16 @@ def base_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def base_name(name: str) -> str:
-    """Return the name that a parameter inside a wrapper has in the model without adapters."""
-    return name.removeprefix(PREFIX).replace(".base_layer.", ".")
+    """Return the name that a parameter inside wrappers has in the model without adapters; adapters keep their names."""
+    if _name_in_files(name) is not None:
+        return name
+    # Wrappers of several parameters of one module, such as packed experts, are nested.
+    return re.sub(r"(\.base_layer)+\.", ".", name.removeprefix(PREFIX))
 
 
 def _name_in_files(name: str) -> str | None:
     """Return the name of an adapter's matrix in peft's files, which omit the adapter's name; None for other tensors."""
-    found = re.fullmatch(r"(?:base_model\.model\.)?(.+\.lora_[AB])\.[^.]+\.weight", name)
-    return None if found is None else f"{PREFIX}{found[1]}.weight"
+    found = re.fullmatch(r"(?:base_model\.model\.)?(.+\.lora_(A|B|magnitude_vector))\.[^.]+\.weight", name)
+    if found is None:
+        return None
+    return f"{PREFIX}{found[1]}" + ("" if found[2] == "magnitude_vector" else ".weight")

@@ -1,5 +1,6 @@
 """Transformers models on the meta device, as the config in a folder describes them."""
 
+import json
 import re
 from importlib import import_module
 from pathlib import Path
@@ -47,6 +48,25 @@ def make_on_meta(path: str, dtype: str | torch.dtype, attention: str | None) -> 
     if Path(path, "generation_config.json").is_file():  # it has the tokens that end a text
         model.generation_config = transformers.GenerationConfig.from_pretrained(path)
     return model.eval()  # as transformers' own from_pretrained returns it
+
+
+def check_floating(path: str) -> None:
+    """Raise if the config in a folder says that its weights are quantized.
+
+    Args:
+        path: A folder with config.json.
+
+    Raises:
+        ValueError: They are.
+    """
+    found = Path(path, "config.json")
+    quantized = json.loads(found.read_text()).get("quantization_config") if found.is_file() else None
+    if quantized:
+        raise ValueError(
+            f"{path!r} holds weights quantized by {quantized.get('quant_method', 'an unknown method')}: a model is "
+            "sharded and trained in floating point, and QLoRA is not supported; load the folder with transformers, "
+            "call dequantize(), and pass what save_pretrained writes, or the folder of the model before quantization"
+        )
 
 
 def _widen_(model: Any, dtype: Any) -> None:

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from par_groups import agree, attributes, set_sharding, sharding_of
 
-from .adapters import PREFIX, adapter_tensors, adapters_in, base_tensors
+from .adapters import PREFIX, adapter_tensors, adapters_in, base_tensors, config_of
 
 
 @torch.no_grad()
@@ -18,9 +18,23 @@ def merged_tensors(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
     Args:
         model: The model, or this rank's part of it.
         device: Device from which ranks send their shards.
+
+    Raises:
+        ValueError: The adapters are DoRA, or around a bare parameter, such as packed experts.
     """
+    if config_of(model).use_dora:
+        raise ValueError(
+            "the adapters are DoRA, which scales each full row of a weight, and no rank merges those; save them with "
+            "plan='peft', open them with peft, and call merge_and_unload() there"
+        )
     # A shard is a set of rectangles of the weight, whatever the sharding is. Each rectangle needs some rows of B and
     # columns of A, so each rank gathers both matrices of one adapter at a time.
+    bare = next((name for name, layer in adapters_in(model).items() if hasattr(layer, "parameter_name")), None)
+    if bare is not None:
+        raise ValueError(
+            f"the adapter of {bare!r} is around a bare parameter, which no rank merges; save the adapters with "
+            "plan='peft', open them with peft, and call merge_and_unload() there"
+        )
     layers, tensors, own = adapters_in(model), base_tensors(model), adapter_tensors(model)
     mine = {key: (tuple(sharding_of(tensor).shape), tensor.dtype) for key, tensor in own.items()}
     known = {key: of for theirs in agree(None, mine, None).values() for key, of in theirs.items()}

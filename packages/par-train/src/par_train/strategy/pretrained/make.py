@@ -13,10 +13,12 @@ from par_layers import Style, initialize_transformers_, parallelize
 from par_layers.pretrained import (
     attend_over_,
     base_name,
+    check_floating,
     check_pretrained,
     draw_adapters_,
     inject_adapters_,
     make_on_meta,
+    measure_magnitudes_,
 )
 from par_pipeline import build_model_stages
 
@@ -46,6 +48,8 @@ def make_part(
                 f"attention is {attention!r}, but over sequence={context.ranks} the attention is that of "
                 "Strategy.context; leave attention out"
             )
+        if weights:
+            check_floating(os.fspath(path))
         model = make_on_meta(os.fspath(path), dtype, attention)
         # The twin is never sharded: transformers draws weights module by module on full shapes.
         twin = None if weights else make_on_meta(os.fspath(path), dtype, attention)
@@ -72,6 +76,9 @@ def make_part(
         load(path, model=part, device=device, dtype=(model.dtype, torch.float32))
     else:
         _load_base(path, part, device, (model.dtype, torch.float32))
+    if adapter is not None and not isinstance(adapter, str | os.PathLike):
+        with together("magnitudes of adapters", None):
+            measure_magnitudes_(part)
     return part.to(device)
 
 
@@ -83,6 +90,13 @@ def _load_base(path: PathLike, part: nn.Module, device: torch.device, dtype: tup
     """
     report = load(path, model=part, strict=False, device=device, dtype=dtype, format=Format(names=base_name))
     missing = [name for name in report.missing if ".lora_" not in name]
+    of_parameter = next((name for name in missing if not name.endswith((".weight", ".bias"))), None)
+    if of_parameter is not None and "base_layer" in of_parameter:
+        raise ValueError(
+            f"adapter has target_parameters, and the files in {os.fspath(path)!r} store {of_parameter!r} in other "
+            "tensors, which cannot be loaded below an adapter; load the model with transformers, add the adapter with "
+            "peft, and pass the PeftModel to initialize()"
+        )
     if missing or report.unexpected or report.mismatched:
         problems = [
             *(f"missing: {name}" for name in missing),
