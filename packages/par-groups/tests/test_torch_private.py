@@ -103,3 +103,11 @@ def test_descriptor_with_another_inode_is_not_shut_down():
         assert other.recv(1) == b"a"
         _torch_private.shut_down_sockets({one.fileno(): inode})
         assert other.recv(1) == b""
+
+
+def test_hooks_of_an_optimizer_are_found_and_left_out():
+    optimizer, called = torch.optim.SGD(nn.Linear(2, 2).parameters()), []
+    optimizer.register_step_post_hook(called.append)
+    assert [[*each.values()] for each in _torch_private.hooks_of(optimizer).values() if each] == [[called.append]]
+    _torch_private.bare_step(optimizer)(optimizer)
+    assert not called

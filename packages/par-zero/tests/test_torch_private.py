@@ -89,15 +89,9 @@ def test_every_one_does_what_it_is_used_for():
 
     heard = []
     optimizer = torch.optim.SGD(linear.parameters())
-    handle = optimizer.register_step_post_hook(hook)
-    assert [list(hooks.values()) for hooks in private.hooks_of(optimizer).values() if hooks] == [[hook]]
-    handle.remove()
     private.call_first_after_step(optimizer, lambda *_: heard.append("first"))
     private.call_last_before_step(optimizer, lambda *_: heard.append("at last"))
     optimizer.register_step_pre_hook(lambda *_: heard.append("before"))
-    heard.clear()
-    private.bare_step(optimizer)(optimizer)
-    assert not heard
     optimizer.register_step_post_hook(lambda *_: heard.append("last"))
     optimizer.register_step_post_hook(lambda optimizer, *_: heard.append(private.is_within_step(optimizer)))
     optimizer.step()

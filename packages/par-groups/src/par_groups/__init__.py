@@ -46,6 +46,16 @@ if TYPE_CHECKING:
         shorten_path,
     )
     from .live.vote import Vote
+    from .optimizers.classes import UpdateScope
+    from .optimizers.clone import TensorStepper
+    from .optimizers.scope import update_scope_of
+    from .optimizers.trial import (
+        draws_numbers,
+        find_scope_violation,
+        is_per_element,
+        state_counter_bytes,
+        state_slots,
+    )
     from .sharding.digest import Digest, digest_of
     from .sharding.dtensor import to_dtensor
     from .sharding.gradient_elsewhere import METADATA_OPERATIONS, GradientElsewhere, stand_in_gradient
@@ -115,7 +125,9 @@ __all__ = [
     "Segments",
     "Sharding",
     "Split",
+    "TensorStepper",
     "Topology",
+    "UpdateScope",
     "Vote",
     "WatchedParameter",
     "WatchedWeight",
@@ -138,9 +150,11 @@ __all__ = [
     "cut",
     "data_axes",
     "digest_of",
+    "draws_numbers",
     "drop_reads_",
     "error_text",
     "exact_sum",
+    "find_scope_violation",
     "follow_written_",
     "format_bytes",
     "format_seconds",
@@ -152,6 +166,7 @@ __all__ = [
     "is_called_by_state_dict_of_dcp",
     "is_compiled",
     "is_library_path",
+    "is_per_element",
     "keep",
     "kept_tensors",
     "launch",
@@ -181,11 +196,14 @@ __all__ = [
     "slotted_attributes",
     "splits_sequence",
     "stand_in_gradient",
+    "state_counter_bytes",
+    "state_slots",
     "subtract_rectangle",
     "sync_to_disk",
     "to_dtensor",
     "together",
     "tree",
+    "update_scope_of",
     "watch_parent",
     "watch_weight_",
     "weight_and_hook",
@@ -215,6 +233,13 @@ _MODULE_OF = {
             *("read_flight_trace", "shorten_path"),
         ),
         "live.vote": ("Vote",),
+        "optimizers.classes": ("UpdateScope",),
+        "optimizers.clone": ("TensorStepper",),
+        "optimizers.scope": ("update_scope_of",),
+        "optimizers.trial": (
+            *("draws_numbers", "find_scope_violation", "is_per_element"),
+            *("state_counter_bytes", "state_slots"),
+        ),
         "sharding.digest": ("Digest", "digest_of"),
         "sharding.dtensor": ("to_dtensor",),
         "sharding.gradient_elsewhere": ("METADATA_OPERATIONS", "GradientElsewhere", "stand_in_gradient"),

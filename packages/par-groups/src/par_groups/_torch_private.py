@@ -7,7 +7,7 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
@@ -37,6 +38,29 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
     """
     timeout: timedelta | None = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
     return timeout
+
+
+def hooks_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the attributes in which an optimizer stores its registered hooks, by name.
+
+    `_optimizer_step_pre_hooks` and similar names exist since torch 2.0. No public function removes hooks from a copy.
+    """
+    return {
+        name: hooks
+        for name, hooks in vars(optimizer).items()
+        if name.startswith("_optimizer_") and isinstance(hooks, dict)
+    }
+
+
+def bare_step(optimizer: Optimizer) -> Callable[[Optimizer], object]:
+    """Return the `step` of an optimizer's class, without the hooks that torch has wrapped around it.
+
+    The wrapper's attribute `hooked` exists since torch 2.0. There is no public access to a step without hooks. The
+    wrapper also calls the hooks of all optimizers, which must run once per step.
+    """
+    function: Any = type(optimizer).step
+    bare: Callable[[Optimizer], object] = function.__wrapped__ if getattr(function, "hooked", False) else function
+    return bare
 
 
 def default_store() -> Any:

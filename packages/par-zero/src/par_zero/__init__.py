@@ -6,12 +6,9 @@ from ._policies import MixedPrecision, OptimizerUpdate, Overlap, ParameterInit, 
 from ._shard import shard, sync_module_states_
 from ._sharded import disk_usage, no_sync, program, reload_state, reset, residency, summon, trace
 from ._tiers import Offload
-from .known.classes import UpdateScope
-from .known.scope import update_scope_of
 from .layout.sharers import DataParallelGroup
 from .offload.tier import DiskUsage
 from .optimizer.model_parallel import check_partial_sums, check_update_scope, needs_full_tensors, shard_state_
-from .optimizer.probe import find_scope_violation, state_slots
 from .placement.ledger import Ledger, Placement, simulate
 from .placement.moments import Moment, Trace
 from .placement.place import place
@@ -39,14 +36,12 @@ __all__ = [
     "Residency",
     "ShardOptions",
     "Trace",
-    "UpdateScope",
     "ZeroProgram",
     "bucket_bytes",
     "check_partial_sums",
     "check_update_scope",
     "disk_usage",
     "draw_program",
-    "find_scope_violation",
     "memory",
     "needs_full_tensors",
     "no_sync",
@@ -60,10 +55,8 @@ __all__ = [
     "shard",
     "shard_state_",
     "simulate",
-    "state_slots",
     "summon",
     "sync_module_states_",
     "trace",
     "traffic",
-    "update_scope_of",
 ]

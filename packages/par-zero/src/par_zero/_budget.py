@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import agree, together
+from par_groups import agree, state_counter_bytes, together
 
 from ._policies import ShardOptions
 from ._tiers import TIERS, Offload, least_in_words
@@ -27,7 +27,6 @@ from .layout.sizes import plan_module
 from .offload.link import pinned_size
 from .offload.pieces import PAGE, pages
 from .offload.plan import ChunkTiers, UpdatedSlices, assign_tiers, slots_by_group, unit_bytes, updated_slices
-from .optimizer.probe import state_counter_bytes
 from .placement.room import Room
 from .programs.ledger import ZeroProgram
 from .programs.planned import register_model
@@ -112,7 +111,6 @@ class PeakMemory:
             found[home.parameters]["parameters"] += size_in[home.parameters](own)
             if tiers.pieces is None:
                 continue
-            held = sum(part.stop - part.start for part in tiers.pieces)
             stepped = self._model.stepped_elements(plan, tiers.pieces)
             # The host of an accelerator steps copies of what the device keeps, by gradients that follow there.
             away = 0 if on_cpu else sum(part.stop - part.start for part in tiers.pieces if part.in_pieces)
@@ -123,7 +121,7 @@ class PeakMemory:
                 reduced = plan.reduce_dtype
                 cast = plan.dtype.itemsize * (plan.reduce_dtype != plan.dtype or plan.assembled)
                 sums = _elements(plan, sharded=stage.shards_gradients) * reduced.itemsize
-                stays = away < held or not stage.shards_gradients
+                stays = away < tiers.elements or not stage.shards_gradients
                 found[home.gradients][GRADIENTS] += sums * stays + (stepped - away) * cast
                 found["host"][GRADIENTS] += away * cast + sum(
                     pinned_size((part.stop - part.start) * reduced.itemsize)
@@ -155,12 +153,7 @@ class PeakMemory:
         # The tiers of the optimizer's state change them only on an accelerator, from where gradients follow the state.
         # On a CPU the number of stepped elements decides, which differs between ranks.
         key = tuple(
-            (
-                tiers.home.gradients,
-                sum(part.stop - part.start for part in tiers.pieces or ())
-                if self._model.is_on_cpu
-                else tuple(tiers.pieces or ()),
-            )
+            (tiers.home.gradients, tiers.elements if self._model.is_on_cpu else tuple(tiers.pieces or ()))
             for _, tiers in chunks
         )
         if key not in self._steps:

@@ -5,9 +5,7 @@ A search over thousands of configurations needs them. `predict_step` counts one 
 Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, sections 5 and 7.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -42,7 +40,6 @@ def memory(
     parameters: int,
     ranks: int,
     *,
-    experts: Sequence[tuple[int, int]] = (),
     dtype: torch.dtype = torch.float32,
     precision: MixedPrecision | None = None,
     slots: int = 2,
@@ -56,9 +53,10 @@ def memory(
 
     Args:
         stage: Stage of `shard`, 0 to 3.
-        parameters: Number of elements of all parameters except `experts`.
+        parameters: Number of elements of all parameters that these ranks shard. With `expert_groups`, add the bytes of
+            a call for each group, whose number of elements is that of the parameters that a rank holds. All groups
+            share the buffers.
         ranks: Number of ranks that shard the parameters.
-        experts: Number of elements that a rank holds, and number of ranks, of each of the `expert_groups` of `shard`.
         dtype: Dtype of the parameters that the optimizer updates.
         precision: Dtypes, as for `shard`. None: all tensors have `dtype`.
         slots: Tensors of the optimizer's state for each parameter, in `dtype`: 2 for Adam, 1 for momentum.
@@ -70,19 +68,6 @@ def memory(
             steps if `shard` got no number. During backward the default is then too low: up to all chunks are in flight
             on a CPU, and at stages 2 and 3 with `expert_groups` on every device.
     """
-    if experts:
-        common: dict[str, Any] = {"dtype": dtype, "precision": precision, "slots": slots, "inflight": inflight}
-        each_group = [
-            memory(stage, parameters, ranks, chunk=chunk, assembled=assembled, **common),
-            *(memory(stage, elements, sharing, **common) for elements, sharing in experts),
-        ]
-        return Memory(
-            parameters=sum(each.parameters for each in each_group),
-            gradients=sum(each.gradients for each in each_group),
-            optimizer=sum(each.optimizer for each in each_group),
-            # The pool of buffers is common to all groups, so their buffers are not added up.
-            buffers=each_group[0].buffers,
-        )
     cuts = STAGES[stage]
     dtypes = precision or MixedPrecision()
     used = dtypes.param_dtype or dtype

@@ -6,11 +6,9 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from par_groups import JointOptimizer
+from par_groups import JointOptimizer, UpdateScope, update_scope_of
 
 from ._policies import OptimizerUpdate
-from .known.classes import UpdateScope
-from .known.scope import update_scope_of
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree
 
-from par_groups import Box
+from par_groups import METADATA_OPERATIONS, Box
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -115,14 +115,12 @@ def without_torch_functions() -> AbstractContextManager[None]:
     return manager
 
 
-_METADATA = ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "grad", "requires_grad", "is_leaf", "grad_fn")
+_T = torch.Tensor
 
-READS_NO_VALUES: frozenset[Any] = frozenset(
-    [getattr(torch.Tensor, name).__get__ for name in _METADATA]
-    + [getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")]
-    + [torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.stride, torch.Tensor.element_size]
-    + [torch.Tensor.is_floating_point, torch.Tensor.is_complex]
-)
+READS_NO_VALUES: frozenset[Any] = METADATA_OPERATIONS | {
+    *(_T.shape.__get__, _T.ndim.__get__, _T.grad.__set__),  # type: ignore[attr-defined, union-attr]
+    *(_T.size, _T.dim, _T.numel, _T.stride),
+}
 """Operations that do not read a tensor's values, as `__torch_function__` gets them."""
 
 
@@ -237,29 +235,6 @@ def unsaved_buffers(module: nn.Module) -> list[torch.Tensor]:
         for name, buffer in part.named_buffers(recurse=False)
         if name in part._non_persistent_buffers_set
     ]
-
-
-def hooks_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the attributes in which an optimizer stores its registered hooks, by name.
-
-    `_optimizer_step_pre_hooks` and similar names exist since torch 2.0. No public function removes hooks from a copy.
-    """
-    return {
-        name: hooks
-        for name, hooks in vars(optimizer).items()
-        if name.startswith("_optimizer_") and isinstance(hooks, dict)
-    }
-
-
-def bare_step(optimizer: Optimizer) -> Callable[[Optimizer], object]:
-    """Return the `step` of an optimizer's class, without the hooks that torch has wrapped around it.
-
-    The wrapper's attribute `hooked` exists since torch 2.0. There is no public access to a step without hooks. The
-    wrapper also calls the hooks of all optimizers, which must run once per step.
-    """
-    function: Any = type(optimizer).step
-    bare: Callable[[Optimizer], object] = function.__wrapped__ if getattr(function, "hooked", False) else function
-    return bare
 
 
 def call_first_after_step(optimizer: Optimizer, hook: Callable[..., None]) -> None:

@@ -8,13 +8,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import Collective, backend_of, check_collectives, has_stepped, original_name
+from par_groups import Collective, UpdateScope, backend_of, check_collectives, has_stepped, original_name
 
 from .._param_groups import ParamGroup
 from .._policies import ParameterInit, ShardOptions
 from .._stage import STAGES
 from .._tiers import Offload
-from ..known.classes import UpdateScope
 from ..layout.fill import device_of
 from ..layout.sharers import DataParallelGroup
 from ..layout.units import tensors_of

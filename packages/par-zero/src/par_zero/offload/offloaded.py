@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from par_groups import TensorStepper
+
 from ..optimizer.apart import SliceSplitter
-from ..optimizer.clone import TensorStepper
 from .link import HostReads
 from .piece import DiskPiece
 from .swapper import PieceValues

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 import torch
 
+from par_groups import state_slots
+
 from .._tiers import Home, Offload
 from ..layout.chunk import Chunk
 from ..layout.packing import SliceRange
 from ..layout.plan import ChunkPlan, ModelPlan
-from ..optimizer.probe import state_slots
 from .disk import Disk, tensors_in
 from .link import PinnedSlabs
 from .pieces import COPY, Slots, StateBlock, lay_out_blocks, pages, split_into_pieces, tiers_of
@@ -28,6 +29,11 @@ class ChunkTiers:
     home: Home
     pieces: Sequence[SliceRange] | None
     blocks: Sequence[StateBlock]
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of all pieces."""
+        return sum(part.stop - part.start for part in self.pieces or ())
 
 
 @dataclass(frozen=True, kw_only=True)

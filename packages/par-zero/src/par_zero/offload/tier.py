@@ -17,11 +17,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import SCALARS
+from par_groups import SCALARS, TensorStepper
 
 from ..layout.chunk import Chunk
 from ..optimizer.apart import SliceSplitter
-from ..optimizer.clone import TensorStepper
 from .errors import DiskErrors
 from .gradients import DiskGradients
 from .host_gradients import HostGradients

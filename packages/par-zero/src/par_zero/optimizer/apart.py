@@ -28,11 +28,20 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import SCALARS, Segment, Segments, Sharding, cut, on_settle, segments_of, set_segments
+from par_groups import (
+    SCALARS,
+    Segment,
+    Segments,
+    Sharding,
+    cut,
+    is_per_element,
+    on_settle,
+    segments_of,
+    set_segments,
+)
 
 from ..layout.chunk import Chunk, Slice
 from ..layout.packing import ALIGNMENT
-from .step import is_per_element
 
 State = dict[str, Any]
 

@@ -6,11 +6,11 @@ from collections.abc import Container, Mapping, Sequence
 import torch.distributed as dist
 from torch import nn
 
+from par_groups import UpdateScope, draws_numbers, find_scope_violation
+
 from .._param_groups import ParamGroup
 from .._stage import STAGES
-from ..known.classes import UpdateScope
 from ..layout.records import part_of_a_whole
-from .probe import draws_numbers, find_scope_violation
 
 
 def check_way_of_working(

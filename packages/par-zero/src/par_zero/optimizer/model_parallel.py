@@ -9,12 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from par_groups import JointOptimizer, ProcessGroups, sharding_of
+from par_groups import JointOptimizer, ProcessGroups, UpdateScope, find_scope_violation, sharding_of
 
 from .._param_groups import ParamGroup, param_groups
 from .._policies import OptimizerUpdate
-from ..known.classes import UpdateScope
-from .probe import find_scope_violation
 
 
 def needs_full_tensors(optimizer: Optimizer | None, update: Mapping[str, Any]) -> bool:

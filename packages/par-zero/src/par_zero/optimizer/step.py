@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from par_groups import is_per_element
+
 from ..layout.chunk import Chunk, Slice
 from ..layout.packing import SliceRange
 
@@ -72,11 +74,6 @@ def _slices(chunk: Chunk, ranges: Sequence[SliceRange] | None) -> Iterator[Slice
         yield Slice(
             tensor=nn.Parameter(tensor), group=part.group, start=part.start, tier=part.tier, in_pieces=part.in_pieces
         )
-
-
-def is_per_element(name: str, value: object, shape: torch.Size) -> bool:
-    """Return whether an entry of an optimizer's state has one number per element of a parameter of that shape."""
-    return name != "step" and isinstance(value, torch.Tensor) and value.shape == shape
 
 
 def _cut_state(made: Mapping[Any, Mapping[str, Any]], chunk: Chunk, part: Slice) -> dict[str, Any]:

@@ -6,9 +6,9 @@ import inspect
 import torch
 from torch import nn
 
+from par_groups import UpdateScope, update_scope_of
+from par_groups.optimizers.classes import KNOWN
 from par_testing import for_each
-from par_zero import UpdateScope, update_scope_of
-from par_zero.known.classes import KNOWN
 
 
 def scope(optimizer):
@@ -130,7 +130,7 @@ def test_scope_sees_through_schedulers_and_compile_only():
 
 
 def test_table_imports_no_other_package():
-    source = inspect.getsource(importlib.import_module("par_zero.known.classes"))
+    source = inspect.getsource(importlib.import_module("par_groups.optimizers.classes"))
     assert {line.split()[1] for line in source.splitlines() if line.startswith(("import", "from"))} == {
         "collections.abc",
         "enum",

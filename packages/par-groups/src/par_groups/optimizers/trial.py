@@ -1,7 +1,7 @@
 """Trial of an optimizer: it checks the user's declaration and finds the state that the class keeps.
 
 An optimizer may treat each element separately in a few steps, and not later. A trial therefore proves nothing: the
-table in `known`, or the user, specifies how a class works, and a trial can only contradict. An optimizer of the same
+table in `classes`, or the user, specifies how a class works, and a trial can only contradict. An optimizer of the same
 class and settings steps the same numbers several times, in float64:
 
 - As they are: one optimizer has three tensors, the largest of 8,192 elements. The other runs compare with this one.
@@ -25,9 +25,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..known.classes import UpdateScope
+from .classes import UpdateScope
 from .clone import clone_of
-from .step import is_per_element
 
 _STEPS = 3
 _TRIAL_STEPS = 6
@@ -35,6 +34,17 @@ _TRIAL_STEPS = 6
 _SHAPES = ((64, 128), (4, 6), (3, 5))
 
 Tensors = Sequence[torch.Tensor]
+
+
+def is_per_element(name: str, value: object, shape: torch.Size) -> bool:
+    """Return whether an entry of an optimizer's state has one number per element of a parameter.
+
+    Args:
+        name: Name of the entry.
+        value: Its value.
+        shape: Shape of the parameter.
+    """
+    return name != "step" and isinstance(value, torch.Tensor) and value.shape == shape
 
 
 def find_scope_violation(optimizer: Optimizer, group: Mapping[str, Any], scope: UpdateScope) -> str | None:

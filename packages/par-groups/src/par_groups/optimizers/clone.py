@@ -107,8 +107,8 @@ class TensorStepper:
         for place in changes | known:
             if place not in changes or place not in known or _differ(changes[place][1], known[place][1]):
                 raise RuntimeError(
-                    f"the {type(self._optimizer).__name__} sets {place[2]!r} in a step by what it steps, and with "
-                    "state offloaded its tensors are stepped one by one; leave offload out"
+                    f"the {type(self._optimizer).__name__} sets {place[2]!r} in a step by what it steps, so its "
+                    "tensors cannot be stepped one by one, as offloaded state is; step all of them together"
                 )
 
     def _changes_by(self, clone: Optimizer, number: int) -> list[tuple[_SettingPlace, tuple[Any, Any]]]:
