@@ -290,7 +290,8 @@ class StepHooks:
         if self.disk_tier is not None:
             self.disk_tier.end_step(stepped.number)
         stepped.watch.put_back_()
-        self._sharers.calls.count_step()
+        calls = self._sharers.calls
+        calls.steps, calls.unreduced_steps = calls.steps + 1, calls.unreduced_steps + 1
         self._publish(stepped)
         self._on_stepped()
         # A late step is still running, so its errors are raised later.

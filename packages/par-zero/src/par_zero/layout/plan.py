@@ -176,7 +176,7 @@ class ModelPlan:
         members = [
             each for each, owner in zip(plan.members, own, strict=True) if owner == index or not self.stage.shards_state
         ]
-        return sum(self.assembled[member.parameter] for member in members)
+        return sum(self.assembled.get(member.parameter, 0) for member in members)
 
 
 def unpacked_bytes(module: nn.Module, plans: Sequence[ChunkPlan]) -> int:

@@ -29,8 +29,3 @@ class ModuleCalls(CallWatch):
     def __init__(self, group: dist.ProcessGroup, on_parted: Callable[[CallWatch], None]) -> None:
         super().__init__(group, on_parted, waits_in="par_zero/_collectives.py", resets=RESET)
         self.steps = self.unreduced_steps = 0
-
-    def count_step(self) -> None:
-        """Count a step of an optimizer that has ended."""
-        self.steps += 1
-        self.unreduced_steps += 1
