@@ -32,7 +32,6 @@ CUDA_ONLY = {
     "par_precision/rounding/rounding.py": "chooses the Triton kernels",
     "par_precision/rounding/triton.py": "Triton kernels",
     "par_groups/live/launch.py": "NCCL needs CUDA",
-    "par_zero/_torch_private.py": "names of a tensor's attributes",
 }
 """Files of src that may name CUDA, with the reason. All other code asks torch.accelerator, or a device's module."""
 
