@@ -244,6 +244,13 @@ def test_packed_lists_are_dealt_out():
         compare(whole, cut, groups)
 
 
+def test_experts_that_share_a_linear_are_refused():
+    model = listed()
+    model.experts[1].w1 = model.experts[0].w1
+    with pytest.raises(ValueError, match="some experts share a parameter of 'w1', 'w3' or 'w2'"):
+        pack_experts_(model.experts, gate="w1", up="w3", down="w2")
+
+
 def test_a_list_that_is_not_alike_is_refused():
     model = listed()
     with pytest.raises(TypeError, match=r"'w4' of a Expert is no nn.Linear; its linears are \['w1', 'w2', 'w3'\]"):

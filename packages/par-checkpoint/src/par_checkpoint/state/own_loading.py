@@ -26,15 +26,12 @@ from .._torch_private import (
 )
 from .model import Model, local_of, storage_of, unwrapped
 
-_OURS = (
-    "par_groups",
-    "par_layers",
-    "par_pipeline",
-    "par_zero",
-    "par_precision",
-    "par_recompute",
-    "par_checkpoint",
-    "par_train",
+_OURS = tuple(
+    f"par_{name}"
+    for name in (
+        *("checkpoint", "data", "diagnosis", "groups", "layers", "pipeline"),
+        *("plan", "precision", "recompute", "train", "zero"),
+    )
 )
 _OF_TORCH = ("state", "param_groups")  # what every optimizer has in its state dict
 
