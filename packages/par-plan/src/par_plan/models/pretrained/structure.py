@@ -1,7 +1,8 @@
 """Layers of a Hugging Face Transformers model, modules outside them, and modules that a plan shards."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from par_groups import Sharding, Topology, attributes
-from par_layers import plan_shardings
+from par_layers import CommunicationVolume, communication_volumes, plan_shardings
 from par_pipeline import build_stage, schedule
 
 from ...experts.mixture import Mixture
@@ -165,9 +166,13 @@ class Structure:
     def roles(self) -> TensorRoles:
         """Roles of the modules under the plan; empty without a plan."""
         records: Mapping[str, Sharding] = {}
+        volumes: Mapping[str, CommunicationVolume] = {}
+        ranks = SMALL[0]
         for ranks in SMALL:
+            topology = alone({"mode": "1d"}, ranks)
             try:
-                records = plan_shardings(self.model, alone({"mode": "1d"}, ranks))
+                records = plan_shardings(self.model, topology)
+                volumes = communication_volumes(self.model, topology, 1, experts_per_token=self.experts_per_token)
                 break
             except (TypeError, ValueError):
                 continue
@@ -183,9 +188,33 @@ class Structure:
             elif len(size) == 2:
                 # GPT-2 stores the weights of its Conv1D transposed, so sharded rows and columns change places.
                 turned = type(self.model.get_submodule(module)).__name__ == "Conv1D"
-                (columns if is_cut[0] != turned else rows).add(module)
-        blocks = frozenset(name.rpartition(".")[0] for name in experts)
+                is_column = is_cut[0] != turned
+                out, inner = reversed(record.shape) if turned else record.shape
+                found = volumes.get(module)
+                # A column whose output is gathered opens no region: what follows it is whole.
+                if is_column and found is not None and found.elements == Fraction(ranks - 1, ranks) * (2 * inner + out):
+                    continue
+                (columns if is_column else rows).add(module)
+        blocks = frozenset(name.rpartition(".")[0] for name in experts) | self._gathered(columns, ranks)
         return TensorRoles(self.layers, frozenset(columns), frozenset(rows), blocks, self.packed)
+
+    def _gathered(self, columns: Collection[str], ranks: int) -> frozenset[str]:
+        """Return the modules in layers that get the gathered sequence under sequence parallelism, without any rule.
+
+        Args:
+            columns: Linears that open a region.
+            ranks: Number of ranks by which the plan is looked at.
+        """
+        topology = alone({"mode": "1d", "sequence_parallel": True}, ranks)
+        try:
+            names = communication_volumes(self.model, topology, 1, experts_per_token=self.experts_per_token)
+        except (TypeError, ValueError):  # the sequence cannot be split, or the model has no plan
+            return frozenset()
+        regions = {name.rpartition(".")[0] for name in columns}
+        inside = (name for name in names if name.rpartition(".")[0].startswith(f"{self.layers}."))
+        return frozenset(
+            name for name in inside if name not in regions and any(self.model.get_submodule(name).children())
+        )
 
 
 def alone(tensor: Mapping[str, Any], ranks: int, spread: ExpertPlacement | None = None) -> Topology:
