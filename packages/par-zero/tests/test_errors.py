@@ -289,6 +289,7 @@ def test_an_offload_that_cannot_be_is_refused_on_all_ranks_before_anything_is_ch
     refused(TypeError, "offload='disk': pass a par_zero.Offload", offload="disk")
 
 
+@pytest.mark.cpu(reason="bytes of offload from a CPU")
 @pytest.mark.ranks(2)
 def test_a_full_disk_of_one_rank_is_refused_on_all_before_anything_is_changed(tmp_path, monkeypatch):
     if dist.get_rank() == 1:

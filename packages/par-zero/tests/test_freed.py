@@ -165,6 +165,7 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.cpu(reason="transforms of torch.func")
 @for_each(transform=tuple(TRANSFORMS))
 @pytest.mark.ranks(2)
 def test_a_transform_of_torch_func_raises_or_runs_within_summon(transform):
@@ -259,6 +260,7 @@ def test_a_compiled_module_is_known_as_sharded():
         reset(compiled)
 
 
+@pytest.mark.cpu(reason="sparse tensors")
 @pytest.mark.ranks(2)
 def test_sparse_gradients_are_refused_by_name():
     table = nn.Sequential(nn.Embedding(10, 8, sparse=True), nn.Linear(8, 8))

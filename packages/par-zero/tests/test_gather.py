@@ -500,6 +500,7 @@ def test_autocast_within_a_unit_is_refused_too():
         module(batch(0, width=8))
 
 
+@pytest.mark.cpu(reason="autocast of the CPU")
 @pytest.mark.ranks(2)
 def test_under_autocast_parameters_gathered_in_its_dtype_are_not_copied():
     module, optimizer = sharded(mlp(), 3, param_dtype=torch.bfloat16)

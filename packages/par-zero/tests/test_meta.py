@@ -194,6 +194,7 @@ def test_several_optimizers_may_be_made_of_a_model_on_meta(stage):
 
 
 @pytest.mark.storm
+@pytest.mark.cpu(reason="units that are made on the CPU")
 @pytest.mark.ranks(4)
 def test_units_are_filled_under_hybrid_sharding():
     rank = dist.get_rank()
@@ -371,6 +372,7 @@ def test_a_model_that_a_rank_has_no_room_for_is_sharded_and_runs():
         resource.setrlimit(resource.RLIMIT_DATA, (before, most))
 
 
+@pytest.mark.cpu(reason="units that are made on the CPU")
 @for_each_stage
 @pytest.mark.ranks(2)
 def test_without_fill_a_forward_names_the_first_that_has_no_values(stage):

@@ -113,6 +113,7 @@ def test_no_sync_after_a_reduced_backward_adds_up_too(stage):
     assert_near(whole(module), copies(reference))
 
 
+@pytest.mark.cpu(reason="its prediction is the program of a CPU")
 @for_each(stage=KINDS_OF_STAGES, how=("none", "zero", "module", "module zero"))
 @pytest.mark.ranks(2)
 def test_gradients_are_dropped_in_every_way(stage, how):
@@ -552,6 +553,7 @@ class Complex(nn.Module):
         return (self.linear(x).to(torch.complex64) @ self.turn).abs()
 
 
+@pytest.mark.cpu(reason="its prediction is the program of a CPU")
 @for_each_stage
 @pytest.mark.ranks(2)
 @pytest.mark.filterwarnings("error:Casting complex")

@@ -53,6 +53,7 @@ def test_some_gradients_set_to_none_are_dropped_alone(stage):
     both(stage, program, adamw)
 
 
+@pytest.mark.cpu(reason="sparse tensors")
 @for_each(stage=KINDS_OF_STAGES)
 @pytest.mark.ranks(2)
 def test_gradients_stay_until_they_are_dropped(stage):
@@ -71,6 +72,7 @@ def test_gradients_stay_until_they_are_dropped(stage):
     both(stage, program, adamw)
 
 
+@pytest.mark.cpu(reason="sparse tensors")
 @for_each(stage=(0, 2))
 @pytest.mark.ranks(2)
 def test_a_part_called_by_itself_adds_to_what_stays(stage):

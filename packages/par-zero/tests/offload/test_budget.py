@@ -11,6 +11,8 @@ from par_zero import Offload, predict_step, residency, shard
 from ..helpers import assert_same, batch, policies, whole
 from .cases import BF16, moments, small
 
+pytestmark = pytest.mark.cpu(reason="offload from a CPU: that from a device has tests of its own")
+
 WIDTH, BLOCKS = 64, 4
 BLOCK = WIDTH * WIDTH * 4  # bytes of a layer in fp32, of which nothing is rounded up
 

@@ -11,6 +11,8 @@ from ..helpers import assert_same, policies, whole
 from ..routed import Routed, accumulate, holding, loss_of, norm_of, part_of
 from .cases import moments, small
 
+pytestmark = pytest.mark.cpu(reason="offload from a CPU: that from a device has tests of its own")
+
 EXACT = {"rtol": 1e-9, "atol": 1e-10}
 """Of fp64: some roundings of sums in another order, which AdamW divides by roots of small moments."""
 

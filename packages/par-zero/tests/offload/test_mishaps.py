@@ -18,6 +18,8 @@ from par_zero import shard
 from ..helpers import assert_same, batch, loss_of, mlp, policies, whole
 from .cases import moments, on_disk, small
 
+pytestmark = pytest.mark.cpu(reason="offload from a CPU: that from a device has tests of its own")
+
 STREAMED = {"at once": (1, False), "late": (3, True)}
 
 

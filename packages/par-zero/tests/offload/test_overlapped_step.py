@@ -15,6 +15,8 @@ from par_zero import shard
 from ..helpers import adamw, assert_same, batch, loss_of, mlp, policies, sharded, whole
 from .cases import Counting, failing, moments, on_disk, small, two_models, with_copies, with_everything
 
+pytestmark = pytest.mark.cpu(reason="offload from a CPU: that from a device has tests of its own")
+
 
 class Slow(torch.optim.AdamW):
     """Takes its time wherever it is not the main thread that steps."""

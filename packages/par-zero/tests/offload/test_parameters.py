@@ -35,6 +35,8 @@ from .cases import BF16, counted, failing, moments, on_disk, small, two_models, 
 from .test_state import MAKERS
 from .test_state import trained as of_uneven
 
+pytestmark = pytest.mark.cpu(reason="offload from a CPU: that from a device has tests of its own")
+
 FP32 = {}
 WIDTH, BLOCKS = 64, 4
 

@@ -12,6 +12,8 @@ from par_zero import reload_state, residency
 from ..helpers import assert_same, batch, loss_of, mlp, sharded, whole
 from .cases import BF16, failing, moments, on_disk, small
 
+pytestmark = pytest.mark.cpu(reason="offload from a CPU: that from a device has tests of its own")
+
 STEPS = 4
 
 

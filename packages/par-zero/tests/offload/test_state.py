@@ -29,6 +29,8 @@ from ..helpers import (
 )
 from .cases import BF16, Counting, counted, failing, moments, on_disk, small, two_models, with_copies, with_everything
 
+pytestmark = pytest.mark.cpu(reason="offload from a CPU: that from a device has tests of its own")
+
 MAKERS = OPTIMIZERS | {
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.02, initial_accumulator_value=0.5),
     "amsgrad": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),

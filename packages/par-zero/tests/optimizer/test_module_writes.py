@@ -178,6 +178,7 @@ def test_write_in_forward_at_stage_3_equals_stage_1(write, param_dtype):
     assert_same(trained_under_forward_writes(3, write, param_dtype=param_dtype), expected)
 
 
+@pytest.mark.cpu(reason="parameters on a disk")
 @pytest.mark.ranks(2)
 def test_write_in_forward_with_parameters_on_disk_is_kept(tmp_path):
     expected = trained_under_forward_writes(1, "data.clamp_")

@@ -50,6 +50,7 @@ def trained(offload, make=sgd, *, steps=4, **options):
     return whole(module), module
 
 
+@pytest.mark.cpu(reason="the budget of a device has the other bytes of its allocator")
 @pytest.mark.ranks(2)
 def test_uneven_sizes_train_as_on_one_device():
     """Sums of two ranks are in another order than those of one device: a few roundings a step."""

@@ -131,6 +131,7 @@ def test_predict_step_without_a_bound_counts_two_reductions():
         predict_step(module, stage=3, ranks=2, options=ShardOptions(units=[nn.Linear(1, 1)]))
 
 
+@pytest.mark.cpu(reason="takes more than five minutes on a device")
 @for_each(stage=range(4), passes=((True,), (False, True), (True, True)))
 @pytest.mark.ranks(2)
 def test_steps_of_a_loop_are_the_predicted_programs(stage, passes):
@@ -148,6 +149,7 @@ def test_steps_of_a_loop_are_the_predicted_programs(stage, passes):
         assert program(module) == predicted
 
 
+@pytest.mark.cpu(reason="offload from a CPU")
 @for_each(
     offload=({"optimizer": {"host": 0.3, "disk": 0.4}}, {"optimizer": 1, "parameters": "disk", "gradients": "disk"})
 )

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass_type,
+)
 
 from .c10d_ops import communications
 from .volume import received_per_rank
@@ -77,7 +81,9 @@ _threads = threading.local()
 
 
 def report(op: str, ranks: Sequence[int], sizes: Iterable[tuple[int, "torch.dtype"]]) -> None:
-    """Tells the counters of this thread of a communication that goes past torch's dispatcher.
+    """Tell the counters of this thread of a communication that goes past torch's dispatcher.
+
+    Backward of a device runs in a thread of autograd, which takes over the modes of the thread that called it.
 
     Args:
         op: What it is, as in `Collective`.
@@ -87,13 +93,14 @@ def report(op: str, ranks: Sequence[int], sizes: Iterable[tuple[int, "torch.dtyp
     if getattr(_threads, "inside", 0):
         return
     events = [Collective(op, tuple(ranks), elements, elements * dtype.itemsize, dtype) for elements, dtype in sizes]
-    for counted in getattr(_threads, "counters", []):
+    modes = (mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _CountingMode))
+    for counted in getattr(_threads, "counters", []) or [mode.counted for mode in modes]:
         counted._add(events)
 
 
 @contextmanager
 def count_collectives() -> Iterator[Counted]:
-    """Counts the communication that this thread issues inside the `with` block, backward and DDP's reducer included.
+    """Count the communication that this thread issues inside the `with` block, backward and DDP's reducer included.
 
     Work of threads that the code itself starts is not seen.
     """
@@ -112,7 +119,7 @@ class _CountingMode(TorchDispatchMode):
 
     def __init__(self, counted: Counted) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._counted = counted
+        self.counted = counted
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -124,7 +131,7 @@ class _CountingMode(TorchDispatchMode):
             Collective(seen.op, seen.ranks, seen.elements, seen.elements * seen.dtype.itemsize, seen.dtype)
             for seen in communications(func, args, arguments)
         ]
-        self._counted._add(events)
+        self.counted._add(events)
         if not events:
             return func(*args, **arguments)
         _threads.inside = getattr(_threads, "inside", 0) + 1  # what it calls inside has been counted
