@@ -219,3 +219,14 @@ def test_compiled_module_has_the_bits_of_the_eager_one():
             gradients.append([parameter.grad for parameter in module.parameters()])
             module.zero_grad()
         assert same(*gradients), model
+
+
+@pytest.mark.accelerator
+@torch.no_grad()
+def test_writes_to_lists_are_counted_by_version_counters():
+    tensors = [torch.ones(3, device="strict"), nn.Parameter(torch.ones(2, device="strict"))]
+    before = [tensor._version for tensor in tensors]
+    torch._foreach_mul_(tensors, 0.5)
+    assert [tensor._version for tensor in tensors] == [version + 1 for version in before]
+    torch._foreach_add(tensors, 1.0)
+    assert [tensor._version for tensor in tensors] == [version + 1 for version in before]

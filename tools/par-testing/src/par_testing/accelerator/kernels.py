@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from .costs import seconds_of_kernel
 from .options import NAME
@@ -120,6 +121,10 @@ def kernel(operator: Any, *args: Any, **named: Any) -> Any:
     else:
         made = known.run(*given, **by_name)
     run.put_back()
+    if known.name.startswith("_foreach_"):
+        # autograd counts writes to single tensors; those to lists are counted by the kernels of CUDA, and so here.
+        lists = (value for value, write in zip(args, known.writes, strict=False) if write)
+        increment_version([tensor for tensors in lists for tensor in tensors if not tensor.is_inference()])
     several = isinstance(made, tuple) and len(known.results) > 1
     results = []
     for one, source in zip(made if several else (made,), known.results, strict=True) if known.results else ():
