@@ -252,6 +252,41 @@ def test_adapters_of_packed_experts_train_as_on_one_device(tmp_path):
         strategy.from_pretrained(base, adapter=config)
 
 
+def quantized(bitsandbytes):
+    """A Llama whose linears in layers have nf4 weights, with adapters around some of them."""
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT))
+    for name, linear in list(model.model.named_modules()):
+        if isinstance(linear, torch.nn.Linear):
+            packed = bitsandbytes.nn.Linear4bit(linear.in_features, linear.out_features, bias=False, quant_type="nf4")
+            packed.weight = bitsandbytes.nn.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4")
+            parent, _, child = name.rpartition(".")
+            setattr(model.model.get_submodule(parent), child, packed)
+    return peft.get_peft_model(model.to("cpu"), lora())
+
+
+@pytest.mark.ranks(2, timeout=240)
+def test_qlora_of_bitsandbytes_trains_as_on_one_device(tmp_path):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    reference, losses = quantized(bitsandbytes), []
+    optimizer = torch.optim.SGD([each for each in reference.parameters() if each.requires_grad], lr=0.3, momentum=0.9)
+    for batch in batches():
+        loss = reference(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    with Strategy(zero=2, seed=3) as strategy:
+        model = quantized(bitsandbytes)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        model, optimizer = strategy.initialize(model, torch.optim.SGD(trained, lr=0.3, momentum=0.9))
+        assert train(strategy, model, optimizer) == pytest.approx(losses, rel=TOLERANCE)
+        strategy.save(model, tmp_path, plan="peft")
+        if dist.get_rank() == 0:
+            saved = safetensors.torch.load_file(tmp_path / "adapter_model.safetensors")
+            assert_near(saved, peft.get_peft_model_state_dict(reference))
+
+
 @pytest.mark.ranks(2, timeout=120)
 def test_what_is_no_plain_lora_is_refused_by_name(tmp_path):
     write_base(tmp_path / "base", num_hidden_layers=1)
@@ -287,7 +322,7 @@ def test_what_is_no_plain_lora_is_refused_by_name(tmp_path):
             transformers.LlamaConfig(**TEXT, quantization_config=quantized).save_pretrained(tmp_path / "nf4")
         dist.barrier()
         with pytest.raises(
-            ValueError, match=r"nf4' holds weights quantized by bitsandbytes: .* QLoRA is not supported"
+            ValueError, match=r"nf4' holds weights quantized by bitsandbytes, which are not sharded; for"
         ):
             strategy.from_pretrained(tmp_path / "nf4", adapter=lora())
         adapted = strategy.initialize(strategy.from_pretrained(tmp_path / "base", adapter=lora()))

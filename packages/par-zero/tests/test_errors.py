@@ -90,7 +90,7 @@ def nan_setting():
 def whole_number_parameter():
     module = mlp()
     module.counts = nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
-    return {"module": module}
+    return {"module": module, "stage": 3}
 
 
 def distributed_tensors():
@@ -187,7 +187,7 @@ MISTAKES = {
     "parameters of another module": (foreign, ["param_groups[0].params[0]", "AdamW"]),
     "a device without memory": (lambda: {"device": torch.device("meta")}, ["device='meta'"]),
     "a setting that is NaN": (nan_setting, ["param_groups[0]['weight_decay']", "NaN"]),
-    "whole numbers": (whole_number_parameter, ["'counts'", "int64"]),
+    "whole numbers": (whole_number_parameter, ["'counts'", "int64", "stage 3 shards it"]),
     "nothing in it": (lambda: {"module": nn.ReLU()}, ["no parameters"]),
     "a stage that is none": (lambda: {"stage": 4}, ["stage is 4"]),
     "a stage in words": (lambda: {"stage": "three"}, ["stage is 'three'"]),
@@ -226,6 +226,19 @@ MISTAKES = {
 def test_a_mistake_is_an_error_on_all_ranks(mistake):
     make, words = MISTAKES[mistake]
     refused(ValueError, *words, **make())
+
+
+@pytest.mark.ranks(2)
+def test_frozen_integers_stay_as_they_are_below_stage_3():
+    """As quantized weights below adapters."""
+    for stage in (0, 1, 2):
+        module = mlp()
+        module.codes = nn.Parameter(torch.arange(3, dtype=torch.uint8), requires_grad=False)
+        optimizer = sgd([each for each in module.parameters() if each.requires_grad])
+        shard(module, optimizer, stage=stage, group=dist.group.WORLD)
+        loss_of(module, batch(1, width=8)).backward()
+        optimizer.step()
+        assert module.codes.equal(torch.arange(3, dtype=torch.uint8))
 
 
 @pytest.mark.ranks(2)

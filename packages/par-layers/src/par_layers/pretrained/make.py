@@ -63,9 +63,9 @@ def check_floating(path: str) -> None:
     quantized = json.loads(found.read_text()).get("quantization_config") if found.is_file() else None
     if quantized:
         raise ValueError(
-            f"{path!r} holds weights quantized by {quantized.get('quant_method', 'an unknown method')}: a model is "
-            "sharded and trained in floating point, and QLoRA is not supported; load the folder with transformers, "
-            "call dequantize(), and pass what save_pretrained writes, or the folder of the model before quantization"
+            f"{path!r} holds weights quantized by {quantized.get('quant_method', 'an unknown method')}, which are not "
+            "sharded; for QLoRA up to ZeRO 2, load the folder with transformers, add the adapter with peft, and pass "
+            "the PeftModel to initialize(); or pass the folder of the model before quantization"
         )
 
 

@@ -44,8 +44,13 @@ def check_module(module: nn.Module, stage: int) -> None:
     for name, parameter in module.named_parameters():
         if parameter.__dict__.get(_PACKED) == id(parameter):
             raise ValueError(f"{name!r} is sharded already, as a parameter of another module; {remedy}")
-        if not parameter.is_floating_point() and not parameter.is_complex():
-            raise ValueError(f"{name!r} has dtype {parameter.dtype}, which has no gradients; make it a buffer")
+        has_gradient = parameter.is_floating_point() or parameter.is_complex()
+        # Quantized weights below adapters are integers. Stages 0 to 2 leave frozen parameters alone.
+        if not has_gradient and (stage == 3 or parameter.requires_grad):
+            raise ValueError(
+                f"{name!r} has dtype {parameter.dtype}, which has no gradients, and stage {stage} shards it; make it a "
+                "buffer, or freeze it and use stage 0, 1 or 2"
+            )
         if hasattr(parameter, "placements"):
             raise ValueError(
                 f"{name!r} is a DTensor; shard plain parameters, with a par_groups.Sharding if they are cut"
