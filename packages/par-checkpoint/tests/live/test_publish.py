@@ -107,6 +107,12 @@ def test_receiver_serves_each_published_version_complete():
             dist.barrier()
 
 
+def test_a_version_cannot_be_cast_to_integers(rendezvous):
+    for dtype in (torch.int8, "bfloat16"):
+        with pytest.raises(ValueError, match=r"dtype=.*: weights need a floating-point dtype; pass bfloat16 or None"):
+            Publisher(rendezvous[0], State(model={"a": torch.ones(3)}), dtype=dtype)
+
+
 def test_receiver_without_ranks_takes_full_tensors(rendezvous):
     at, _ = rendezvous
     trained = {name: full(3, name) for name in SHAPES}
@@ -121,6 +127,9 @@ def test_receiver_without_ranks_takes_full_tensors(rendezvous):
             assert not state.model["norm"].any()  # another program has taken the values
             with pytest.raises(CheckpointError, match="was applied before"):
                 staged.apply()
+        for version in (2.5, "4"):
+            with pytest.raises(TypeError, match=r"version=.*: it must be an int; pass one"):
+                publisher.publish(version)
         with pytest.raises(ValueError, match="3 is published; pass a larger number"):
             publisher.publish(3)
 

@@ -92,6 +92,9 @@ class Publisher:
 
             def look() -> None:
                 check_timeout(timeout)
+                # A cast to integers would publish zeros in place of most weights.
+                if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                    raise ValueError(f"dtype={dtype!r}: weights need a floating-point dtype; pass bfloat16 or None")
                 if dtype is not None and is_float8(dtype):
                     raise ValueError(f"dtype={dtype}: a cast to float8 needs scales; pass bfloat16 or None")
                 if keep < 0:
@@ -128,6 +131,7 @@ class Publisher:
             version: Number of the version, larger than the last one.
 
         Raises:
+            TypeError: `version` is not an integer; on every rank.
             ValueError: `version` is not larger than the last one; on every rank.
             CheckpointError: The store is lost, or another publisher has taken over; on every rank.
         """
@@ -137,6 +141,9 @@ class Publisher:
             def copy() -> WeightCopy:
                 if self._error is not None:
                     raise CheckpointError(f"generators cannot be reached any longer: {self._error}") from self._error
+                # The store has the number as text, and generators read an integer there.
+                if not isinstance(version, int):
+                    raise TypeError(f"version={version!r}: it must be an int; pass one, such as the number of the step")
                 if self._newest is not None and version <= self._newest[0]:
                     raise ValueError(f"version={version}: {self._newest[0]} is published; pass a larger number")
                 # The copy is made on every publish, because the trainer may replace its tensors between two versions.
