@@ -73,16 +73,14 @@ def pack_experts_(
             raise ValueError(f"the experts' {name!r} differ in shapes or biases: {sorted(shapes)}; pack those alike")
     named = {parameter: name for name, parameter in module.named_parameters()}
     for parameter in (each for of_experts in linears for linear in of_experts for each in linear.parameters()):
-        name = named.pop(parameter, None)
-        if name is None:
+        own = named.pop(parameter, None)
+        if own is None:
             raise ValueError(
                 f"some experts share a parameter of {gate!r}, {up!r} or {down!r}, and packed experts have one each; "
                 "give each expert linears of its own"
             )
         if parameter.grad is not None or attributes.SHARDING.is_on(parameter):
-            raise ValueError(
-                f"{name!r} has a gradient, or was cut; pack experts before training and before parallelize"
-            )
+            raise ValueError(f"{own!r} has a gradient, or was cut; pack experts before training and before parallelize")
     if named:
         raise TypeError(f"experts have parameters beside {gate!r}, {up!r} and {down!r}: {sorted(named.values())}")
     has_bias = {linear.bias is not None for of_experts in linears for linear in of_experts}
