@@ -546,3 +546,16 @@ def test_shards_within_a_budget_are_read_as_often_as_simulated(tmp_path):
         assert set(ledger.moved) == {("disk", "device")}
         expected = ledger.moved["disk", "device"] // 2
     assert 0 < expected < 8 * BLOCKS * share
+
+
+@pytest.mark.ranks(2)
+def test_padding_of_a_rank_without_elements_counts_as_device_memory(tmp_path):
+    module = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(2)))  # rank 1 has no element of either
+    optimizer = torch.optim.AdamW(module.parameters())
+    shard(module, optimizer, stage=3, group=dist.group.WORLD, offload=elsewhere(tmp_path, gradients="disk"))
+    for step in range(2):  # each compares the ledger with the storages
+        module(torch.full((1, 2), step + 1.0)).sum().backward()
+        optimizer.step()
+        if dist.get_rank() == 1:
+            assert residency(module).now["device"]["gradients"] > 0
+        optimizer.zero_grad()

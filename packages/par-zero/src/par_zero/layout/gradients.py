@@ -113,7 +113,8 @@ class ChunkGradients:
             yield (BUFFERS if self.chunk.stage.shards_gradients else GRADIENTS), self.buffer, "device"
         here = [*(part.tensor for part in self.chunk.slices if not self._in_store(part)), *self.chunk.wholes]
         kept = [*(tensor.grad for tensor in here), self._shard, self._earlier, self._reduced]
-        tier = self.chunk.home.gradients if self.store is None else "device"
+        # A rank whose shard is padding alone writes nothing to a disk, and keeps it in memory.
+        tier = "host" if self.store is None and self.chunk.home.gradients == "host" else "device"
         yield from ((GRADIENTS, tensor, tier) for tensor in kept if tensor is not None)
 
     def take(self, buffers: Buffers) -> list[int]:
