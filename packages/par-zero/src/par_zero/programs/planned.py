@@ -80,6 +80,6 @@ def _chunk_bytes(model: ModelPlan, plan: ChunkPlan, tiers: ChunkTiers) -> ChunkB
         cast=cast if is_cast and home.gradients == "device" else 0,
         received=receives if plan.trained and own.count > 1 else 0,
         is_pair=not stage.shards_state and own.count == 2 and not own.replicates,
-        is_written=home.gradients == "disk",
+        is_written=home.gradients == "disk" and bool(slices),  # padding alone stays in memory
         is_assembled=plan.assembled,
     )
