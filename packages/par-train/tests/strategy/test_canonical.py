@@ -353,6 +353,13 @@ def test_compiled_models_are_refused():
         strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+def test_fp64_weights_are_refused():
+    with Strategy(device="cpu", numerics="canonical", lanes=2) as strategy:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1).double())
+        with pytest.raises(ValueError, match=r"'1.weight' is torch.float64, .*; call model.float\(\), or use numerics"):
+            strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
 @pytest.mark.ranks(2)
 def test_float8_layers_are_refused():
     for make in (lambda _: nn.Sequential(nn.Linear(16, 16)), lambda layers: nn.Sequential(layers.Linear(16, 16))):
