@@ -203,6 +203,32 @@ FOUND = {
             ),
         )
     ),
+    # Ranks that joined a forward of others after no_sync recorded it as one within no_sync, and had other programs.
+    "joined behind no_sync": (
+        Program(
+            Setup(3, inflight=1), 3,
+            (
+                Step(
+                    (
+                        NoSync((Forward("a", ("0 2- 3 h",)), Backward("a"))),
+                        Forward("b", ("1-", "0 1 2 h", "0 1 2 3")),
+                        Backward("b"),
+                    )
+                ),
+                Step(
+                    (
+                        NoSync(
+                            (
+                                Forward("a", ("0 1", "0 1 2 3 h", "0 2- h")),
+                                Forward("b", ("0 1 h", "0 1 2 h", "0 1 2 3 h")),
+                                Backward("ab"),
+                            )
+                        ),
+                    )
+                ),
+            ),
+        )
+    ),
 }  # fmt: skip
 
 

@@ -136,7 +136,7 @@ class Agreement:
         # If it is equal, the lowest bit of the maximum is a flag that any rank has set. If not, all ranks raise.
         coded = detail if joins else detail + _CANNOT_JOIN
         # Ends come after all events, so that the lowest number is that of the event that comes first.
-        events = 3 * len(self._units)
+        events = 6 * len(self._units)
         place = number if number >= 0 else events - number
         numbers = [2 * place + first, -2 * place + second, coded, -coded, *more]
         most, least, most_detail, least_detail, *told = largest_of(numbers, self._groups, self._device)

@@ -33,9 +33,14 @@ class PassEvent(NamedTuple):
 
         Args:
             units: Number of units of the module.
+
+        Returns:
+            A number below `6 * units`.
         """
         # Forward goes up and backward goes down. A recomputation comes before the backward of its unit.
-        return self.unit if self.op == FORWARD else 3 * units - 2 - 2 * self.unit + (self.op == BACKWARD)
+        place = self.unit if self.op == FORWARD else 3 * units - 2 - 2 * self.unit + (self.op == BACKWARD)
+        # Of two forwards in a pass, one may keep its units. A rank that joins an event records what the other one does.
+        return 2 * place + self.keeps
 
     @property
     def kind(self) -> Kind:
@@ -43,17 +48,17 @@ class PassEvent(NamedTuple):
         return "forward" if self.op == FORWARD else "backward"
 
 
-def event_of(number: int, units: int, *, keeps: bool = False) -> PassEvent:
+def event_of(number: int, units: int) -> PassEvent:
     """Return the event that has a number: see `PassEvent.number`.
 
     Args:
         number: Number of the event.
         units: Number of units of the module.
-        keeps: Whether gathered units stay gathered. Default: False.
     """
-    if number < units:
-        return PassEvent(FORWARD, number, keeps)
-    place, is_backward = divmod(number - units, 2)
+    place, keeps = number >> 1, bool(number & 1)
+    if place < units:
+        return PassEvent(FORWARD, place, keeps)
+    place, is_backward = divmod(place - units, 2)
     return PassEvent(BACKWARD if is_backward else RECOMPUTE, units - 1 - place, keeps)
 
 

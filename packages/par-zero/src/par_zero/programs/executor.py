@@ -317,7 +317,7 @@ class Executor:
             current: Pass in progress.
             met: Result of a comparison, which names the event.
         """
-        event = event_of(met.comes, len(self._units), keeps=current.kind.keeps)
+        event = event_of(met.comes, len(self._units))
         current.shared.append(event)
         if not met.gathers:
             return
