@@ -65,7 +65,7 @@ def test_layers_that_run_again_leave_no_tensor_behind_torchtitan_1467():
             del x
             gc.collect()
             alive.append(sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()))
-        # A leak grows in each step. More in one step are fine, because a thread of gloo lets go of tensors later, and so
+        # A leak grows in each step. More in one step are fine, since a thread of gloo lets go of tensors later, and so
         # are fewer, because another test's tensors may go in the meantime.
         assert min(alive[2:]) <= alive[1], alive
         assert torch._C._distributed_c10d._get_work_registry_size() == 0  # exchanges that nobody has waited for

@@ -271,9 +271,8 @@ class _Adoption:
             deal_(DealtForward(self.modules[name], experts, self.grid.seen_as(EXPERTS), self.axes, name, block))
         self._begin_and_end(regions)
         self._adopt_dropouts(regions)
-        if self.axes and any(
-            has_dropout(module) or isinstance(module, AdoptedDropout) for module in self.model.modules()
-        ):
+        drops = (has_dropout(each) or isinstance(each, AdoptedDropout) for each in self.model.modules())
+        if self.axes and any(drops):
             self.model.register_forward_pre_hook(SameDraws(self.grid, self.axes).before)
         for module in self.model.modules():
             if module._parameters and not isinstance(module, ParallelLayer):
