@@ -106,7 +106,8 @@ class Mortal(Survivors):
 
     def plain_step(self) -> None:
         """Do a step that no loss of a rank may disturb."""
-        state, strategy = self._objects()
+        state, strategy = self.state, self.strategy
+        assert state is not None and strategy is not None  # noqa: PT018 - set by the first epoch
         batch = next(iter(state.loader))
         rows = len(batch[0])
         self._agree = lambda number: None  # type: ignore[method-assign]  # noqa: ARG005 - named as the method's
