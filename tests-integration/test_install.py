@@ -84,6 +84,7 @@ for package in sys.argv[1:]:
 """
 
 
+@pytest.mark.storm
 def test_packages_without_posix_modules_are_imported():
     """All but par-train, whose runs need the locks and signals of Linux or macOS."""
     names = [package.name.replace("-", "_") for package in PACKAGES if package.name != "par-train"]

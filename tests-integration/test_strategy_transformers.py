@@ -198,6 +198,7 @@ CASES_4 = {
 }
 
 
+@pytest.mark.storm
 @EITHER
 @pytest.mark.ranks(4, timeout=180)
 def test_four_ranks(tmp_path, first):

@@ -73,6 +73,7 @@ TYPICAL = [(1, True), (3, False)]
 ALL = list(product((0, 1, 2, 3), (False, True)))
 
 
+@pytest.mark.storm
 @pytest.mark.parametrize("cases", [TYPICAL, pytest.param(ALL, marks=pytest.mark.storm)], ids=["typical", "all"])
 @pytest.mark.ranks(4, timeout=120)
 def test_a_gpt_that_is_initialized_unit_by_unit_is_that_of_the_whole(cases):

@@ -172,6 +172,7 @@ def two_steps(strategy, model):
     return model
 
 
+@pytest.mark.storm
 @pytest.mark.parametrize(
     "stage", [pytest.param(0, marks=pytest.mark.storm), pytest.param(2, marks=pytest.mark.storm), 3]
 )

@@ -161,6 +161,7 @@ def compare(case, path, *, saved):
             assert torch.equal(one[name], value) if isinstance(value, torch.Tensor) else one[name] == value, name
 
 
+@pytest.mark.storm
 @pytest.mark.ranks(4, timeout=120)
 def test_state_on_a_disk_changes_no_bit_of_what_a_strategy_trains(tmp_path):
     compare(CASES["zb_h1 x data"], tmp_path, saved=False)

@@ -20,12 +20,10 @@ from .test_curves import in_a_world_of_its_size
 
 COVER = [
     (case(2, zero=3), "bf16"),
-    (case(2, "zb_v", zero=1), "fp32"),
     (case(model="Packed"), "fp32"),
     (case(tensor="SP2"), "bf16"),
     (case(2, "1f1b", "TP2", zero=1, recompute="layers:2"), "fp32"),
     (case(sequence="Gather2"), "fp32"),
-    (case(pipeline="1f1b", tied=True, model="Llama"), "bf16"),
     (case(expert="EP2", zero=3, model="Mixture"), "fp32"),
 ]
 FURTHER = [

@@ -146,6 +146,7 @@ def test_a_config_that_is_no_json_is_wrong(tmp_path, model, capsys):
     assert "config.json" in capsys.readouterr().out
 
 
+@pytest.mark.storm
 def test_a_shell_runs_it_and_a_reader_that_leaves_early_is_no_error(saved):
     command = f"{sys.executable} -m par_checkpoint ls --tensors {saved} | true"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)

@@ -91,6 +91,7 @@ def check_model(mode, parallel, whole, batch, dtype, *, autocast=True):
     assert_equal_up_to_rounding(mode, parallel, whole, dtype)
 
 
+@pytest.mark.storm
 @pytest.mark.ranks(FROM_4)
 @in_the_typical_modes
 def test_models_are_as_exact_as_on_one_device(configs):

@@ -64,6 +64,7 @@ def assert_right(run, stages, x, y):
     assert_gradients(stages, reference, run.schedule, exact=False)
 
 
+@pytest.mark.storm
 @for_each(place=PLACES, broadcast_loss=[True, False])
 @pytest.mark.ranks([FEW, 3])
 def test_a_failure_after_the_last_action_is_named_on_every_rank_in_this_step_or_before_the_next_one_is_over(

@@ -78,6 +78,7 @@ def test_a_step_of_any_schedule_takes_what_the_simulator_says(case):
     check(*case)
 
 
+@pytest.mark.storm
 @for_each(name=["1f1b", "zb_h1"])
 @pytest.mark.ranks(RANKS, backend="strict", strict=VIRTUAL)
 def test_hooks_hold_nothing_up_and_shared_parameters_add_no_more_than_their_exchange(name):

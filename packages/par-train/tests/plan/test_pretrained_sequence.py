@@ -61,6 +61,7 @@ def over(mode, ranks=2, **options):
     return {"sequence": {"size": ranks, "mode": mode, **options}}
 
 
+@pytest.mark.storm
 @pytest.mark.ranks(2, timeout=120, backend="gloo")
 def test_a_step_over_a_sequence_receives_and_keeps_what_was_predicted():
     """With fewer heads of keys, windows beside layers that see all, and packed documents."""

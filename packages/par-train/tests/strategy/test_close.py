@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from par_groups import ProcessGroups, Topology, launch
-from par_testing import for_each, live_bytes
+from par_testing import for_each, live_bytes, storm
 from par_train import Strategy
 
 OPTIONS = {
@@ -84,7 +84,7 @@ def more_than(most):
 
 
 @forks_with_threads
-@for_each(name=OPTIONS)
+@for_each(name=("a pipeline", storm("shared optimizer state in bf16"), "shared parameters"))
 @pytest.mark.ranks(2, timeout=120, backend="gloo")
 def test_strategies_one_after_the_other_leave_nothing(name):
     losses, alone, first, first_bytes = [], counted(), {}, 0

@@ -159,6 +159,7 @@ WRITES = {
 }
 
 
+@pytest.mark.storm
 @for_each(write=WRITES)
 @pytest.mark.ranks(2, backend="strict")
 def test_write_during_all_gather_waits_for_it(write):
