@@ -181,8 +181,9 @@ def test_publisher_that_keeps_two_versions_serves_both_bases(rendezvous):
 
 
 def test_publisher_with_a_negative_keep_raises(rendezvous):
-    with pytest.raises(ValueError, match="keep=-1: not a number of versions; pass 0 or more"):
-        Publisher(rendezvous[0], State(model={"a": torch.ones(3)}), keep=-1)
+    for keep in (-1, "x"):
+        with pytest.raises(ValueError, match=f"keep={keep!r}: not a number of versions; pass 0 or more"):
+            Publisher(rendezvous[0], State(model={"a": torch.ones(3)}), keep=keep)
 
 
 def spoil(case, receiver, monkeypatch):

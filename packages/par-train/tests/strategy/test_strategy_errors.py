@@ -67,6 +67,8 @@ def test_described_options_differ_if_a_policy_differs_but_for_a_path():
     host, half = Offload(optimizer="host"), Offload(optimizer=0.5)
     assert len({StrategyOptions(zero={"stage": 1, "offload": each}).described() for each in (host, half)}) == 2
     disks = [{"optimizer": "disk", "path": f"/disk{rank}"} for rank in range(2)]
+    orders = [{"stage": 1, "units": None}, {"units": None, "stage": 1}]
+    assert len({StrategyOptions(zero=each).described() for each in orders}) == 1
     for make in (dict, Offload):
         assert len({StrategyOptions(zero={"stage": 1, "offload": make(**each)}).described() for each in disks}) == 1
 

@@ -97,8 +97,8 @@ class Publisher:
                     raise ValueError(f"dtype={dtype!r}: weights need a floating-point dtype; pass bfloat16 or None")
                 if dtype is not None and is_float8(dtype):
                     raise ValueError(f"dtype={dtype}: a cast to float8 needs scales; pass bfloat16 or None")
-                if keep < 0:
-                    raise ValueError(f"keep={keep}: not a number of versions; pass 0 or more")
+                if not isinstance(keep, int) or keep < 0:
+                    raise ValueError(f"keep={keep!r}: not a number of versions; pass 0 or more")
                 self._budget = parse_size(budget, name="budget", least=1)
                 self._store = at.open()
 

@@ -252,8 +252,8 @@ def _plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         value = {"": type(value).__name__, **{each.name: getattr(value, each.name) for each in fields(value)}}
     if isinstance(value, Mapping):
-        # Each rank may have a disk of its own.
-        return {key: _plain(inner) for key, inner in value.items() if key != "path"}
+        # Each rank may have a disk of its own, and hosts may have written the options in another order.
+        return {key: _plain(value[key]) for key in sorted(value, key=str) if key != "path"}
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
     # A dtype has the same text on all ranks, and ranks with different ones would hang in their first collective.
