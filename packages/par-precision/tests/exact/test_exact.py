@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from par_groups import EXACT_LIMIT, on_grid
+from par_precision import ExactSums
 from par_precision.exact.grid import GridHooks
 from par_precision.exact.squares import exact_squares, squares_of
 
@@ -93,3 +94,11 @@ def test_a_module_with_a_shared_parameter_keeps_its_names():
     model(torch.zeros(1, dtype=torch.int64))
     assert list(model.state_dict()) == names
     assert model[1].weight is model[0].weight
+
+
+def test_parameters_in_fp64_are_refused():
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+    with pytest.raises(ValueError, match=r"'1.weight' is torch.float64, .*; exact sums need fp32 or bf16"):
+        ExactSums(losses=1, replicas=1).attach(module)
+    module[1].requires_grad_(False)
+    ExactSums(losses=1, replicas=1).attach(module)

@@ -356,7 +356,7 @@ def test_compiled_models_are_refused():
 def test_fp64_weights_are_refused():
     with Strategy(device="cpu", numerics="canonical", lanes=2) as strategy:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1).double())
-        with pytest.raises(ValueError, match=r"'1.weight' is torch.float64, .*; call model.float\(\), or use numerics"):
+        with pytest.raises(ValueError, match=r"'1.weight' is torch.float64, .*; call float\(\) of the model"):
             strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 

@@ -114,8 +114,27 @@ class ExactSums(StepSums):
         self._losses, self._replicas, self._parts = losses, replicas, parts
         self._hooks: list[GridHooks] = []
 
+    @staticmethod
+    def check(module: nn.Module) -> None:
+        """Raise if the gradients of a module have as many bits as their sums.
+
+        Raises:
+            ValueError: A trained parameter is in fp64.
+        """
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and parameter.dtype == torch.float64:
+                raise ValueError(
+                    f"{name!r} is torch.float64, whose sums in fp64 depend on the order of ranks; exact sums need fp32 "
+                    "or bf16; call float() of the model, or sum as usual (numerics='ordinary' of a Strategy)"
+                )
+
     def attach(self, module: nn.Module) -> None:
-        """Let each backward pass round the gradients of a module's parameters to one grid."""
+        """Let each backward pass round the gradients of a module's parameters to one grid.
+
+        Raises:
+            ValueError: See `check`.
+        """
+        self.check(module)
         self._hooks.append(GridHooks(module, self._losses))
 
     def use(self, optimizer: "MixedOptimizer") -> None:

@@ -145,7 +145,7 @@ def _check(model: nn.Module, strategy: Setup) -> None:
                 f"{name!r} is a {type(module).__name__}, whose running statistics depend on the order of lanes; "
                 "canonical numerics need a norm of single rows, such as LayerNorm or GroupNorm"
             )
-    _check_dtypes(model)
+    ExactSums.check(model)
     _check_experts(model, strategy)
     for name, rate in active_dropouts(model, by_rank=lanes.in_layers).items():
         if lanes.in_layers:
@@ -184,21 +184,6 @@ def _check(model: nn.Module, strategy: Setup) -> None:
             f"the gradient of {name!r} is a sum over tensor ranks, and is offloaded before they have summed it; remove "
             "memory and zero's offload, or use numerics='ordinary'"
         )
-
-
-def _check_dtypes(model: nn.Module) -> None:
-    """Check that gradients have fewer bits than their sums.
-
-    Raises:
-        ValueError: A trained parameter is in fp64.
-    """
-    for name, parameter in model.named_parameters():
-        # Without a cast of the fp64 sums to the optimizer's dtype, ranks stepped with different gradients.
-        if parameter.requires_grad and parameter.dtype == torch.float64:
-            raise ValueError(
-                f"{name!r} is torch.float64, whose sums in fp64 depend on the topology; canonical numerics need fp32 "
-                "or bf16; call model.float(), or use numerics='ordinary'"
-            )
 
 
 def _check_experts(model: nn.Module, strategy: Setup) -> None:
