@@ -201,15 +201,13 @@ class Executor:
         digest = 0 if current is None else current.digest >> 2  # fits into an int32
         given = [*flags, *room, *self._book.flags]
         joins = current is not None and current.learns
-        compared = self._agreement.compare(end, digest, given, joins=joins)
-        while current is not None and compared.comes >= 0:
+        # Only a pass without a program joins the events of other ranks.
+        while (compared := self._agreement.compare(end, digest, given, joins=joins)).comes >= 0 and current is not None:
             self._join(current, compared)
-            compared = self._agreement.compare(end, digest, given, joins=joins)
-        told = compared.flags
         if current is not None:
-            self._book.end_pass(current, alike=compared.alike, flags=told[own:])
+            self._book.end_pass(current, alike=compared.alike, flags=compared.flags[own:])
         self.forget_pass()
-        return told[: len(flags)]
+        return compared.flags[: len(flags)]
 
     def end_step(self) -> None:
         """End the step after the optimizer has updated the parameters and all units were freed."""

@@ -28,8 +28,7 @@ def register_model(
     for plan, each in zip(plans, tiers, strict=True):
         pieces = each.pieces or ()
         if plan.owner >= 0:
-            names = [f"{plan.name}+{part.start}" for part in pieces if part.in_pieces]
-            optimizers[plan.owner][plan.name] = names
+            optimizers[plan.owner][plan.name] = [f"{plan.name}+{part.start}" for part in pieces if part.in_pieces]
         found = _chunk_bytes(model, plan, each)
         # Gradients of pieces continue on the host of an accelerator, and are cast there.
         if not model.is_on_cpu and any(part.in_pieces for part in pieces):
