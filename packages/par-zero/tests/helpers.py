@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from par_testing import for_each, storm
+from par_testing.optimizers import NormScaled
 from par_zero import ShardOptions, no_sync, predict_step, shard, summon
 from par_zero._engine import Engine
 from par_zero.offload.errors import DiskErrors
@@ -293,20 +294,6 @@ def assert_near(one, other, rtol=1e-5, atol=1e-6):
         torch.testing.assert_close(tensor, other[name], rtol=rtol, atol=atol, msg=lambda text, name=name: name + text)
 
 
-class NormScaled(torch.optim.Optimizer):
-    """Steps of the same length for each tensor, as LARS makes."""
-
-    def __init__(self, parameters, lr=0.1):
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.sub_(parameter.grad / parameter.grad.norm(), alpha=group["lr"])
-
-
 class NewtonSchulz(torch.optim.Optimizer):
     """What Muon does, in the dtype of the parameters: a matrix moves by its momentum, made orthogonal."""
 
@@ -342,34 +329,6 @@ def orthogonal(matrix):
         square = wide @ wide.T
         wide = 3.4445 * wide + (-4.775 * square + 2.0315 * square @ square) @ wide
     return wide.T if matrix.shape[0] > matrix.shape[1] else wide
-
-
-class Shampoo(torch.optim.Optimizer):
-    """Divides a matrix by the fourth roots of the second moments of its rows and of its columns."""
-
-    def __init__(self, parameters, lr=0.05, eps=1e-2):
-        super().__init__(parameters, {"lr": lr, "eps": eps})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state, gradient = self.state[parameter], parameter.grad
-                rows, columns = parameter.shape
-                if not state:
-                    state["rows"] = group["eps"] * torch.eye(rows, dtype=parameter.dtype)
-                    state["columns"] = group["eps"] * torch.eye(columns, dtype=parameter.dtype)
-                state["rows"].add_(gradient @ gradient.T)
-                state["columns"].add_(gradient.T @ gradient)
-                parameter.sub_(root(state["rows"]) @ gradient @ root(state["columns"]), alpha=group["lr"])
-
-
-def root(matrix):
-    """One over the fourth root of a symmetric matrix."""
-    values, vectors = torch.linalg.eigh(matrix)
-    return vectors * values.pow(-0.25) @ vectors.T
 
 
 def matrices_and_rest(module):

@@ -6,6 +6,7 @@ from torch import nn
 
 from par_groups import TensorStepper, UpdateScope, draws_numbers, find_scope_violation, state_counter_bytes, state_slots
 from par_testing import for_each
+from par_testing.optimizers import Drawing, NormScaled, Shampoo
 
 FLAT = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
@@ -23,48 +24,6 @@ FLAT = {
     "Rprop": torch.optim.Rprop,
     "ASGD": torch.optim.ASGD,
 }
-
-
-class NormScaled(torch.optim.Optimizer):
-    """Steps of the same length for each tensor, as LARS makes."""
-
-    def __init__(self, parameters, lr=0.1):
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.sub_(parameter.grad / parameter.grad.norm(), alpha=group["lr"])
-
-
-class Shampoo(torch.optim.Optimizer):
-    """Divides a matrix by the fourth roots of the second moments of its rows and of its columns."""
-
-    def __init__(self, parameters, lr=0.05, eps=1e-2):
-        super().__init__(parameters, {"lr": lr, "eps": eps})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state, gradient = self.state[parameter], parameter.grad
-                rows, columns = parameter.shape
-                if not state:
-                    state["rows"] = group["eps"] * torch.eye(rows, dtype=parameter.dtype)
-                    state["columns"] = group["eps"] * torch.eye(columns, dtype=parameter.dtype)
-                state["rows"].add_(gradient @ gradient.T)
-                state["columns"].add_(gradient.T @ gradient)
-                parameter.sub_(root(state["rows"]) @ gradient @ root(state["columns"]), alpha=group["lr"])
-
-
-def root(matrix):
-    """One over the fourth root of a symmetric matrix."""
-    values, vectors = torch.linalg.eigh(matrix)
-    return vectors * values.pow(-0.25) @ vectors.T
 
 
 def tried(make, scope=UpdateScope.ELEMENT):
@@ -156,17 +115,6 @@ def test_trial_finds_one_step_size_of_all_tensors(make):
 def test_trial_raises_what_a_step_raises():
     with pytest.raises(ValueError, match="not enough values to unpack"):
         tried(Shampoo)
-
-
-class Drawing(torch.optim.SGD):
-    """Adds noise from torch's own generator."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for each in group["params"]:
-                each.grad.add_(torch.randn(each.shape))
-        return super().step(closure)
 
 
 def test_trial_finds_numbers_that_a_step_draws():

@@ -9,9 +9,10 @@ from torch import nn
 
 from par_groups import Box, ProcessGroups, Sharding, Topology, check_owned, gradients, segments_of, set_sharding
 from par_testing import count_collectives, for_each, storm
+from par_testing.optimizers import Shampoo
 from par_zero import no_sync, shard, summon
 
-from ..helpers import STAGES, NewtonSchulz, Shampoo, adamw, for_each_stage, matrices_and_rest, policies
+from ..helpers import STAGES, NewtonSchulz, adamw, for_each_stage, matrices_and_rest, policies
 
 EXACT = {"rtol": 0, "atol": 1e-10}  # fp64: sums in another order, and a few hundred times that through the iteration
 WIDTH = 9

@@ -5,20 +5,10 @@ import torch
 import torch.distributed as dist
 
 from par_groups import draws_numbers
+from par_testing.optimizers import Drawing, NormScaled
 from par_zero import shard
 
-from ..helpers import NormScaled, assert_same, batch, copies, loss_of, mlp, sharded
-
-
-class Drawing(torch.optim.SGD):
-    """Adds noise from torch's own generator."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for each in group["params"]:
-                each.grad.add_(torch.randn(each.shape))
-        return super().step(closure)
+from ..helpers import assert_same, batch, copies, loss_of, mlp, sharded
 
 
 @pytest.mark.ranks(1)

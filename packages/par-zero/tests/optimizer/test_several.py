@@ -9,12 +9,12 @@ from torch import nn
 
 from par_groups import Box, Sharding, gradients, set_sharding
 from par_testing import count_collectives, for_each
+from par_testing.optimizers import Shampoo
 from par_zero import no_sync, shard
 
 from ..helpers import (
     STAGES,
     NewtonSchulz,
-    Shampoo,
     adamw,
     assert_near,
     assert_same,
