@@ -261,9 +261,10 @@ def test_what_cannot_be_right_is_refused_on_every_rank(tmp_path):
         with pytest.raises(ValueError, match=r"has no config\.json; pass the folder of a model"):
             strategy.from_pretrained(tmp_path)
     with Strategy(parallel={"pipeline": 2}) as strategy:
-        config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=WORDS)
-        uncut = transformers.GPT2LMHeadModel(config)
-        with pytest.raises(TypeError, match="has no _pp_plan"):
+        uncut = transformers.MambaForCausalLM(
+            transformers.MambaConfig(num_hidden_layers=2, hidden_size=16, vocab_size=WORDS)
+        )
+        with pytest.raises(TypeError, match="MambaForCausalLM has no complete _pp_plan, and its layers 'backbone"):
             strategy.initialize(uncut)
         routed = make_model("Mixtral", num_local_experts=4, num_experts_per_tok=2, output_router_logits=True)
         with pytest.raises(ValueError, match="adds a loss of the routers of all layers"):

@@ -168,9 +168,9 @@ def test_vision_language_models_over_tensor_ranks_equal_one_device():
 def test_stages_and_split_sequences_refuse_images_by_name():
     with Strategy(parallel={"pipeline": 2}, pipeline={"microbatches": 2}) as strategy:
         for name, text in {
-            "Llava": "has parameters in 'model.vision_tower' .* which its _pp_plan does not name",
-            "Gemma3": "has parameters in 'model.vision_tower' .* which its _pp_plan does not name",
-            "Qwen3-VL": "has no _pp_plan with one list of layers",
+            "Llava": "has parameters in 'model.vision_tower' .* if it reads tokens alone, so no stage",
+            "Gemma3": "has parameters in 'model.vision_tower' .* if it reads tokens alone, so no stage",
+            "Qwen3-VL": "has parameters in 'model.visual' .* if it reads tokens alone, so no stage",
         }.items():
             model = made(name)
             with pytest.raises(TypeError, match=text):

@@ -31,6 +31,8 @@ parameters_of = attrgetter("_parameters")
 children_of = attrgetter("_modules")
 buffers_of = attrgetter("_buffers")
 unsaved_buffers_of = attrgetter("_non_persistent_buffers_set")
+forward_hooks_of = attrgetter("_forward_hooks")
+forward_pre_hooks_of = attrgetter("_forward_pre_hooks")
 
 version_of = attrgetter("_version")
 """How often a tensor was written into, in 2.11 already. Autograd compares it for the tensors that it saves itself."""

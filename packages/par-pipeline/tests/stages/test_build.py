@@ -117,7 +117,7 @@ def test_whoever_counts_a_lazy_layer_s_parameters_makes_tensors_where_they_did()
         ([{"type": "Module2", "n": 1}], ValueError, "give the class itself"),
         ([3], TypeError, "layer 0 is a int; give a module, a Lazy"),
         ([nn.Linear(1, 1)], ValueError, "1 layers cannot be cut into 2 parts"),
-        (nn.Linear(1, 1), TypeError, "Linear has no _pp_plan"),
+        (nn.Linear(1, 1), TypeError, "Linear has no _pp_plan and no nn.ModuleList"),
         ([Lazy(dict), Lazy(dict)], TypeError, "gives a dict; a layer is an nn.Module"),
     ],
 )

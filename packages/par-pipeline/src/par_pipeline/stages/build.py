@@ -39,8 +39,8 @@ def build_stage(
     rank has a replica; `Shared` keeps the replicas identical.
 
     Args:
-        layers: Layers in order, an nn.Sequential, or a Hugging Face Transformers model with a `_pp_plan`, which may be
-            on the meta device.
+        layers: Layers in order, an nn.Sequential, or a Hugging Face Transformers model, which may be on the meta
+            device.
         schedule: Schedule with the stages of each rank.
         rank: This rank, within the pipeline.
         method: Method to partition layers: "uniform", "parameter", "time", or a weight for each; see `partition`.

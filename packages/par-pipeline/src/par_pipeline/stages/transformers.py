@@ -1,30 +1,25 @@
-"""Stages of a Hugging Face Transformers model, partitioned by its own `_pp_plan`. transformers itself is not imported.
+"""Stages of a Hugging Face Transformers model, partitioned by its `_pp_plan`. transformers itself is not imported.
 
-A stage is a copy of the model that shares all its modules, except for the layers of other stages, which are replaced by
-`Absent` modules. The stage runs the model's own forward, including all code around the layers, and parameters keep
-their names. Four hooks (`_Borders`) let hidden states enter and leave between two layers, because a model may scale its
-embeddings before the first layer and its logits after the last.
+A model without a complete `_pp_plan` receives one from a trial.
 """
 
 import ast
-import copy
 import inspect
 import textwrap
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import cast
 
-from torch import Tensor, nn
+from torch import nn
 
-from .._torch_private import children_of
-
-_EMBEDS = "inputs_embeds"
+from .trial import find_plan
+from .twins import StagePlan, split
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """Return the layers that can be partitioned into stages.
 
     Raises:
-        TypeError: The model has no plan for pipelines.
+        TypeError: The model cannot be split into stages.
     """
     _, name = _plan(model)
     return list(cast("nn.ModuleList", model.get_submodule(name)))
@@ -41,147 +36,56 @@ def cut(model: nn.Module, runs: Sequence[range]) -> list[nn.Module]:
         runs: Positions of the layers of each stage.
 
     Raises:
-        TypeError: The model has no plan for pipelines, a module with parameters that the plan does not name, or layers
-            that return more than hidden states.
+        TypeError: The model cannot be split, has a module with parameters that runs on no stage, or has layers that
+            return more than hidden states.
     """
     plan, layers = _plan(model)
-    _check_named(model, plan)
-    _check_layers(model, layers)
-    count = len(layers_of(model))
-    stages: list[nn.Module] = []
-    for run in runs:
-        stage, is_first, is_last = _twin(model, plan), run.start == 0, run.stop == count
-        for name, (_, gives) in plan.items():
-            if name != layers and not (is_first if gives == [_EMBEDS] else is_last):
-                _replace(stage, name, Absent())
-        # The code of the model loops over all layers, so absent layers stay in the list as identities.
-        absent = {position: Absent() for position in range(count) if position not in run}
-        for position, layer in absent.items():
-            _replace(stage, f"{layers}.{position}", layer)
-        _Borders(stage, before=absent.get(run.start - 1), after=absent.get(run.stop))
-        stages.append(stage)
-    return stages
+    return split(model, plan, layers, runs)
 
 
-class Absent(nn.Module):
-    """Identity in place of a layer of another stage."""
-
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Return hidden states [rows, time, width] unchanged."""
-        return hidden_states
-
-
-class _Borders:
-    """Hooks at the start and end of a stage's layers, and the hidden states that they hold during a forward.
-
-    Args:
-        stage: Model with this stage's layers. It is called with one positional tensor.
-        before: Identity in place of the layer before this stage's layers; None for the first stage.
-        after: Identity in place of the layer after this stage's layers; None for the last stage.
-    """
-
-    def __init__(self, stage: nn.Module, before: Absent | None, after: Absent | None) -> None:
-        self._is_first, self._is_last = before is None, after is None
-        self._entered: Tensor | None = None
-        self._left: Tensor | None = None
-        # Other hooks expect the keyword arguments of the model, so this hook runs first.
-        stage.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
-        if before is not None:
-            before.register_forward_hook(self._go_on)
-        if after is not None:
-            after.register_forward_hook(self._note)
-        # It also runs if the forward raises, so that no hidden states stay in memory.
-        stage.register_forward_hook(self._leave, always_call=True)
-
-    def _enter(self, _: nn.Module, args: tuple[Tensor], keywords: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
-        """Return the stage's input as keyword arguments of the model's forward."""
-        (self._entered,) = args
-        # A stage that is not the first one skips the embedding: models accept hidden states in its place.
-        return (), {("input_ids" if self._is_first else _EMBEDS): self._entered, "use_cache": False, **keywords}
-
-    def _go_on(self, *_: Any) -> Tensor | None:
-        """Return the hidden states from the stage before, in place of the model's own changes to them."""
-        return self._entered
-
-    def _note(self, _: nn.Module, __: Any, hidden_states: Tensor) -> None:
-        """Store the hidden states for the next stage."""
-        self._left = hidden_states
-
-    def _leave(self, _: nn.Module, __: Any, output: Any) -> Tensor | None:
-        """Return the logits, or the hidden states for the next stage."""
-        # The model applies its final norm to the output, so the hidden states are those noted behind the last own
-        # layer.
-        left, self._entered, self._left = self._left, None, None
-        if output is None:  # the forward has raised
-            return None
-        logits: Tensor = output[0]
-        return logits if self._is_last else left
-
-
-def _twin(model: nn.Module, names: Iterable[str]) -> nn.Module:
-    """Copy a model such that named modules can be replaced: their parents are copied, all other modules are shared."""
-    twin = _shallow(model)
-    made = {"": twin}
-    for name in names:
-        path = ""
-        for part in name.split("."):
-            above, path = made[path], f"{path}.{part}".lstrip(".")
-            child = above.get_submodule(part)
-            # Only modules whose children are replaced are copied. All other modules must stay shared with the model.
-            if path not in made and (path != name or isinstance(child, nn.ModuleList)):
-                made[path] = children_of(above)[part] = _shallow(child)
-    return twin
-
-
-def _shallow(module: nn.Module) -> nn.Module:
-    """Copy a module: it shares children and parameters, but has its own tables of them and of its hooks."""
-    twin = copy.copy(module)
-    twin.__dict__.update({name: copy.copy(value) for name, value in vars(module).items() if isinstance(value, dict)})
-    return twin
-
-
-def _plan(model: nn.Module) -> tuple[dict[str, tuple[list[str], list[str]]], str]:
+def _plan(model: nn.Module) -> tuple[StagePlan, str]:
     """Return the model's plan, and the name of the list of layers in it.
 
-    In transformers up to about 5.4, the plan of the instance lacks entries of the plan of its class, such as the head.
+    A plan that a trial finds becomes the model's own `_pp_plan`: later calls may see a model that is sharded already,
+    which cannot run on one rank.
     """
     of_class = getattr(type(model), "_pp_plan", None) or {}
-    plan: dict[str, tuple[list[str], list[str]]] = {**of_class, **(getattr(model, "_pp_plan", None) or {})}
+    of_instance: StagePlan = getattr(model, "_pp_plan", None) or {}
     modules = dict(model.named_modules(remove_duplicate=False))
-    absent = next((name for name in plan if name not in modules), None)
-    if absent is not None:
+    # In transformers up to about 5.4, the plan of the instance lacks entries that its class has, such as the head.
+    for plan in (of_instance, {**of_class, **of_instance}):
+        lists = [name for name in plan if isinstance(modules.get(name), nn.ModuleList)]
+        if all(name in modules for name in plan) and len(lists) == 1 and not _unnamed(model, plan):
+            if len(plan[lists[0]][1]) == 1:
+                _check_layers(model, lists[0])
+            return plan, lists[0]
+    found = find_plan(model)
+    (layers,) = [name for name in found if isinstance(modules[name], nn.ModuleList)]
+    if outside := _unnamed(model, found):
         raise TypeError(
-            f"the _pp_plan of {type(model).__name__} names {absent!r}, which this model does not have, so it "
-            "cannot be split into stages; train it without a pipeline, or pass stages of your own"
+            f"{type(model).__name__} has parameters in {outside}, which does not run between its embedding and its "
+            "logits if it reads tokens alone, so no stage would run it; train it without a pipeline, or pass stages of "
+            "your own"
         )
-    lists = [name for name in plan if isinstance(modules[name], nn.ModuleList)]
-    if len(lists) != 1:
-        raise TypeError(
-            f"{type(model).__name__} has no _pp_plan with one list of layers, so it cannot be split into stages; "
-            "pass a list of layers, an nn.Sequential, or stages of your own"
-        )
-    return plan, lists[0]
+    if len(found[layers][1]) == 1:
+        _check_layers(model, layers)
+    model.__dict__["_pp_plan"] = found
+    return found, layers
 
 
-def _check_named(model: nn.Module, plan: Iterable[str]) -> None:
-    """Raise an error unless the plan assigns each parameter to a stage.
+def _unnamed(model: nn.Module, plan: Iterable[str]) -> str:
+    """Return the outermost module with parameters that a plan assigns to no stage; empty if there is none.
 
-    Otherwise every stage would train a classifier's head, if the plan names only the layers, and every stage would run
-    an image tower. Both need values that a single stage does not have, such as ids or all tokens.
-
-    Raises:
-        TypeError: A module with parameters is not in the plan.
+    Every stage would train the head of a classifier if the plan names only the layers, and every stage would run an
+    image tower. Both need values that a single stage does not have, such as ids or all tokens.
     """
     named = {id(parameter) for name in plan for parameter in model.get_submodule(name).parameters()}
     for path, module in model.named_modules():
         if any(id(parameter) not in named for parameter in module.parameters(recurse=False)):
             paths = [path[:end] for end, letter in enumerate(f"{path}.") if letter == "."]
             outermost = next((one for one in paths if not any(f"{name}.".startswith(f"{one}.") for name in plan)), path)
-            what = f"{outermost!r} ({type(model.get_submodule(outermost)).__name__})"
-            raise TypeError(
-                f"{type(model).__name__} has parameters in {what}, which its _pp_plan does not name, so no stage "
-                "would run it; train it without a pipeline, or pass stages of your own"
-            )
+            return f"{outermost!r} ({type(model.get_submodule(outermost)).__name__})"
+    return ""
 
 
 def _check_layers(model: nn.Module, layers: str) -> None:
@@ -203,8 +107,3 @@ def _check_layers(model: nn.Module, layers: str) -> None:
                 f"{kind.__name__} of {type(model).__name__} returns more than hidden states to the next layer, but a "
                 "stage sends only hidden states; train it without a pipeline, or pass stages of your own"
             )
-
-
-def _replace(model: nn.Module, name: str, instead: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, instead)

@@ -58,6 +58,8 @@ def make_part(
             inject_adapters_(model, adapter)
         check_pretrained(model, context, tensor_ranks=tensor_ranks, trained=False)
         attend_over_(model, context)
+        if schedule is not None:  # a sharded model could not run on one rank, as finding its layers may need
+            build_model_stages(model, schedule, groups.rank("pipeline"))
     if strategy.parallelizes(model, plan):
         parallelize(model, strategy.layers, plan)
     part: nn.Module = model

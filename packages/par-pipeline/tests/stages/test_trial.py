@@ -1,0 +1,167 @@
+"""Models without a plan: their stages are found by running them, or they are refused with the reason."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from par_pipeline import build_stage, schedule
+from par_testing import for_each
+
+WIDTH, WORDS = 6, 11
+
+
+class Layer(nn.Linear):
+    kind = "full"
+
+    def forward(self, hidden_states, mask, ids=None):
+        del ids
+        return super().forward(hidden_states).tanh() * mask
+
+
+class Decoder(nn.Module):
+    """With learned positions, a shared mask, and names of its own. Subclasses change one thing each."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(16, WIDTH)
+        self.blocks = nn.ModuleList(Layer(WIDTH, WIDTH) for _ in range(4))
+        self.last_norm, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, input_ids=None, inputs_embeds=None):
+        x = self.words(input_ids) if inputs_embeds is None else inputs_embeds
+        x = start = x + self.places(torch.arange(x.shape[1]))
+        masks = {"full": torch.ones(x.shape[1], 1) / 2}
+        for number, block in enumerate(self.blocks):
+            x = self.step(block, x, masks[block.kind], input_ids, number)
+        return (self.finish(self.last_norm(x), start, input_ids),)
+
+    def step(self, block, x, mask, ids, number):
+        del ids, number
+        return block(x, mask)
+
+    def finish(self, x, start, ids):
+        del start, ids
+        return self.out(x)
+
+
+class Pairs(Decoder):
+    """The layers return a tuple of two, and the model uses the first."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.register_forward_hook(lambda _, __, output: (output, None))
+
+    def step(self, block, x, mask, ids, number):
+        return super().step(block, x, mask, ids, number)[0]
+
+
+class HandsOn(Decoder):
+    def __init__(self):
+        super().__init__()
+        self.before = None
+
+    def step(self, block, x, mask, ids, number):
+        x, self.before = block(x, mask, self.before if number else None)
+        return x
+
+
+class ReadsIds(Decoder):
+    def step(self, block, x, mask, ids, number):
+        return block(x, mask, ids)
+
+
+class Scales(Decoder):
+    def step(self, block, x, mask, ids, number):
+        return block(x * 2, mask)
+
+
+class Backwards(Decoder):
+    def step(self, block, x, mask, ids, number):
+        return super().step(self.blocks[3 - number], x, mask, ids, number)
+
+
+class NormsEach(Decoder):
+    def step(self, block, x, mask, ids, number):
+        self.last_norm(x)
+        return block(x, mask)
+
+
+class Skips(Decoder):
+    def finish(self, x, start, ids):
+        return self.out(x + start)
+
+
+class ReadsMask(Decoder):
+    """The mask comes from the ids, as it does if padding is read from them."""
+
+    def step(self, block, x, mask, ids, number):
+        return block(x, mask if ids is None else mask * (ids != 0)[..., None])
+
+
+class TakesIds(Decoder):
+    def forward(self, input_ids=None, **_):
+        return super().forward(input_ids, self.words(input_ids) * (1 + 0 * input_ids.shape[0]))
+
+
+class NoLayers(nn.Linear):
+    pass
+
+
+REFUSED = {
+    HandsOn: "a layer receives more than hidden states from the layer before",
+    ReadsIds: "on the middle stage, layer 1 receives another 'argument 2'",
+    ReadsMask: "on the middle stage, layer 1 receives another 'argument 1'",
+    Scales: "the model changes hidden states between them",
+    Backwards: "they do not run once each, in their order",
+    NormsEach: "'last_norm' runs between them, or before and after them",
+    Skips: "the last stage returns other values than the full model",
+}
+
+
+def stages_of(model, ranks):
+    return [build_stage(model, schedule("1f1b", ranks, ranks), rank)[0] for rank in range(ranks)]
+
+
+@for_each(kind=[Decoder, Pairs], ranks=[1, 2, 4])
+def test_stages_of_a_model_without_a_plan_equal_the_model(kind, ranks):
+    model = kind()
+    whole, ids = copy.deepcopy(model), torch.randint(WORDS, (3, 5))
+    x = ids
+    for stage in stages_of(model, ranks):
+        x = stage(x)
+    expected = whole(ids)[0]
+    assert torch.equal(x, expected)
+    x.square().sum().backward()
+    expected.square().sum().backward()
+    for one, other in zip(model.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_stages_of_a_model_without_a_plan_split_its_parameters():
+    names = [{name for name, _ in stage.named_parameters()} for stage in stages_of(Decoder().to("meta"), 2)]
+    assert names[0] & names[1] == set()
+    assert {name.partition(".")[0] for name in names[0]} == {"words", "places", "blocks"}
+    assert {name.partition(".")[0] for name in names[1]} == {"blocks", "last_norm", "out"}
+
+
+@for_each(kind=REFUSED)
+def test_stages_that_would_compute_other_values_are_refused(kind):
+    model = kind()
+    before = list(model.named_modules())
+    with pytest.raises(
+        TypeError, match=rf"{kind.__name__} has no complete _pp_plan.*'blocks' cannot.*: {REFUSED[kind]}"
+    ):
+        stages_of(model, 2)
+    assert list(model.named_modules()) == before
+    assert not hasattr(model, "_pp_plan")
+
+
+def test_stages_of_a_model_without_layers_or_embeds_are_refused():
+    with pytest.raises(TypeError, match=r"NoLayers has no _pp_plan and no nn\.ModuleList of layers"):
+        stages_of(NoLayers(2, 2), 2)
+    with pytest.raises(TypeError, match=r"on the middle stage, the code around them stops with AttributeError"):
+        stages_of(TakesIds(), 2)
