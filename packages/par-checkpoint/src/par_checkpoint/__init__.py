@@ -11,6 +11,7 @@ from .live.publisher import Publication, Publisher
 from .live.receiver import Receiver, Staged
 from .live.rendezvous import Rendezvous
 from .live.reshard import Moved, reshard
+from .live.shadow import HeldShard, Shadow
 from .state.conversion import Conversion, TensorSlice
 from .state.expert_conversion import expert_conversion
 from .state.state import State
@@ -31,6 +32,7 @@ __all__ = [
     "Conversion",
     "CorruptError",
     "Format",
+    "HeldShard",
     "HostShard",
     "LoadReport",
     "Moved",
@@ -40,6 +42,7 @@ __all__ = [
     "Rendezvous",
     "ReplacedError",
     "Save",
+    "Shadow",
     "Staged",
     "State",
     "StoreError",

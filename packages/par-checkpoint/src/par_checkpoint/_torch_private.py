@@ -1,6 +1,6 @@
 """Every underscore API of torch that this package uses, one function each: the first file to open when torch moves."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -202,3 +202,26 @@ def empty_pinned_cache() -> None:
     empty = getattr(torch.accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
     if empty is not None and torch.accelerator.is_available():
         empty()
+
+
+def with_parameters(
+    module: nn.Module, replaced: Mapping[int, torch.Tensor], made: dict[nn.Module, nn.Module]
+) -> nn.Module:
+    """Return a module of the same class, names and buffers, with other parameters.
+
+    `_parameters` and `_modules` exist since torch 0.1. `copy.copy` of a module shares both with the original.
+
+    Args:
+        module: The module, which does not change.
+        replaced: New parameters, by id of the present ones.
+        made: Modules that were made already: one that has several names is made once.
+    """
+    if module not in made:
+        copy = made[module] = object.__new__(type(module))
+        own = {name: None if each is None else replaced[id(each)] for name, each in module._parameters.items()}
+        inner = {
+            name: None if each is None else with_parameters(each, replaced, made)
+            for name, each in module._modules.items()
+        }
+        copy.__dict__.update({**module.__dict__, "_parameters": own, "_modules": inner})
+    return made[module]

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .jobs.byte_gpt import load_model
     from .run.policies import CheckpointPolicy, LoggingPolicy, MonitoringPolicy
     from .run.run import Run
-    from .run.survive import StateLostError, Survivors, TrainState
+    from .run.survive.survivors import StateLostError, Survivors, TrainState
     from .strategy.handlers import GradientHandler, register_gradient_handler
     from .strategy.options import StrategyOptions
     from .strategy.plugin import Plugin
@@ -39,7 +39,7 @@ _LATE = {
     "strategy.handlers": ("GradientHandler", "register_gradient_handler"),
     "run.policies": ("CheckpointPolicy", "LoggingPolicy", "MonitoringPolicy"),
     "run.run": ("Run",),
-    "run.survive": ("StateLostError", "Survivors", "TrainState"),
+    "run.survive.survivors": ("StateLostError", "Survivors", "TrainState"),
     "strategy.plugin": ("Plugin",),
     "strategy.strategy": ("Strategy",),
     "strategy.options": ("StrategyOptions",),

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from par_train import Survivors, TrainState
+from par_zero import summon
 
 
 class Counted(nn.Linear):
@@ -71,7 +73,10 @@ def main():
                 lines.write(json.dumps(told) + "\n")
             time.sleep(given.get("pause", 0))
         if survivors.state is not None:
-            state = {name: tensor.clone() for name, tensor in survivors.state.model.state_dict().items()}
+            # All ranks have arrived at the end, and stage 3 gathers the parameters from them.
+            whole = summon(survivors.state.model) if given.get("zero", 0) else nullcontext()
+            with whole:
+                state = {name: tensor.clone() for name, tensor in survivors.state.model.state_dict().items()}
             torch.save(state, f"{given['lines']}.{survivors.number}")
     os._exit(0)  # the interpreter takes seconds to end on a busy machine
 

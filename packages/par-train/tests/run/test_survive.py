@@ -16,12 +16,14 @@ from torch import nn
 
 from par_data import ShardedDataLoader
 from par_train import Survivors, TrainState
+from par_train.run.survive.reports import Cut, is_whole
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="losing a rank needs Linux")
 
 SCRIPT = Path(__file__).with_name("survivors_job.py")
 STEPS = 10
-PHASES = ("forward", "backward", "reduced", "passed", "updated", "formed", "told", "built", "moved")
+PHASES = ("forward", "backward", "sending", "reduced", "passed", "updated", "formed", "told", "built", "moved")
+IN_MOVES = ("formed", "told", "built", "moved")  # these need an epoch that begins at the step: another rank dies first
 
 
 def expected(steps=STEPS):
@@ -90,6 +92,50 @@ def test_survivors_share_the_batch_after_a_loss(tmp_path):
     assert [sizes[step] for step in (0, 1, 3, 9)] == [3, 3, 2, 2]
 
 
+def test_survivors_restore_the_shard_of_a_lost_rank(tmp_path):
+    # After `ready` rank 1 takes its shard with it, and rank 2 has stepped the copy.
+    job = start(tmp_path, "--ranks=3", zero=3, kills=[[1, 2, "passed"]])
+    told = end(tmp_path, job)
+    assert {each["number"] for each in told if each["step"] == 9} == {0, 2}
+
+
+@pytest.mark.parametrize(
+    ("cuts", "whole"),
+    [
+        ([[(0, 0, 3)], [(0, 1, 3)], [(0, 2, 3)]], True),
+        ([[(0, 0, 3)], [(0, 2, 3)]], True),
+        ([[(0, 0, 4)], [(0, 2, 4)]], True),
+        ([[(0, 0, 4)], [(0, 3, 4)]], False),  # ranks 1 and 2 are neighbours
+        ([[(0, 3, 4)], [(0, 1, 4)]], True),
+        ([[(0, 0, 2)]], True),
+        ([[(0, 0, 1)]], True),
+        ([[], [(0, 0, 3)]], False),  # a rank whose copy is stale
+        ([[(0, 0, 4), (1, 0, 3)], [(0, 2, 4)]], True),  # a move that only one rank has ended
+        ([[(1, 0, 3)], [(0, 2, 4)]], False),  # two shardings, of which none is whole
+        ([[(0, 0, 3)], [(1, 1, 3)], [(1, 2, 3)]], True),
+    ],
+)
+def test_is_whole_finds_a_sharding_that_ranks_hold(cuts, whole):
+    assert is_whole([[Cut(*cut) for cut in of_rank] for of_rank in cuts]) is whole
+
+
+@pytest.mark.storm
+def test_loss_of_two_neighbours_is_named(tmp_path):
+    job = start(tmp_path, "--ranks=4", zero=1, kills=[[1, 2, "reduced"], [2, 2, "built"]])
+    errors = job.communicate(timeout=300)[1]
+    assert job.returncode != 0
+    assert "a rank and the next one, which held the copy of its shard, are lost together" in errors
+
+
+@pytest.mark.storm
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_two_losses_that_are_no_neighbours_while_state_moves(tmp_path, zero):
+    phase = random.Random(zero).choice(IN_MOVES)
+    job = start(tmp_path, "--ranks=4", zero=zero, kills=[[1, 2, "reduced"], [3, 2, phase]])
+    told = end(tmp_path, job)
+    assert told[-1]["ranks"] == [0, 2]
+
+
 @pytest.mark.storm
 def test_survivors_share_the_batch_after_two_losses(tmp_path):
     # A batch of 12 on 4, 3 and 2 ranks: before any rank has passed `ready`, and after all have.
@@ -128,11 +174,17 @@ def test_spare_joins_and_receives_the_state(tmp_path):
 @pytest.mark.storm
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("victim", range(3))
-def test_kill_at_each_phase_of_each_rank(tmp_path, victim, phase):
-    kills = [[victim, 4, phase]]
-    if phase in PHASES[5:]:  # these phases need an epoch that begins at step 4: another rank dies first
-        kills.append([(victim + 1) % 3, 4, "reduced"])
-    end(tmp_path, start(tmp_path, "--ranks=3", "--spares=1", kills=kills))
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("spares", [0, 1])
+def test_kill_at_each_phase_of_each_rank(tmp_path, spares, zero, victim, phase):
+    if phase == "sending" and not zero:
+        pytest.skip("stage 0 sends no gradients to copies")
+    kills, ranks = [[victim, 4, phase]], 3
+    if phase in IN_MOVES:
+        # Under ZeRO 1 to 3 the rank that dies first must not be a neighbour.
+        ranks = 4 if zero else 3
+        kills.append([(victim + 2) % ranks, 4, "reduced"])
+    end(tmp_path, start(tmp_path, f"--ranks={ranks}", f"--spares={spares}", zero=zero, kills=kills))
 
 
 @pytest.mark.storm
@@ -179,7 +231,7 @@ def nothing(_):
         ({"parallel": {"tensor": 2}}, ["parallel={'tensor': 2}", "only data-parallel replicas of one rank"]),
         ({"parallel": {"pipeline": 2}}, ["parallel={'pipeline': 2}", "start the job again from its checkpoint"]),
         ({"parallel": {"sequence": {"size": 2}}}, ["only data-parallel replicas of one rank"]),
-        ({"zero": 1}, ["zero=1", "use zero=0"]),
+        ({"zero": 1, "precision": "bf16-sr"}, ["precision='bf16-sr', zero=1", "use precision='bf16' or zero=0"]),
         ({"numerics": "canonical", "lanes": 8}, ["numerics='canonical'", "use numerics='ordinary'"]),
         ({"memory": {"device": "1GB"}}, ["memory", "remove memory and offload"]),
         ({"zero": {"stage": 0, "offload": True}}, ["remove memory and offload"]),

@@ -1,7 +1,7 @@
 """Clones of an optimizer for other tensors, and steps of one tensor at a time by such clones."""
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -34,6 +34,35 @@ def clone_of(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
     clone.param_groups = [group]
     clone.state = defaultdict(dict)
     return clone
+
+
+def step_others_(
+    optimizer: Optimizer, groups: Sequence[Sequence[nn.Parameter]], state: Mapping[nn.Parameter, dict[str, Any]]
+) -> None:
+    """Run an optimizer's step for other tensors than its own, with its current settings and without its hooks.
+
+    The optimizer does not change, so a setting that each step changes is changed once: by the optimizer's own step.
+
+    Args:
+        optimizer: The optimizer, which is about to step.
+        groups: Tensors of each param group, with their gradients.
+        state: State of each tensor; the step changes or fills these dicts.
+    """
+    clone = clone_of(optimizer, {})
+    vars(clone).update({key: _own(value) for key, value in vars(clone).items()})
+    settings = [{key: _own(value) for key, value in group.items()} for group in optimizer.param_groups]
+    clone.param_groups = [{**kept, "params": list(some)} for kept, some in zip(settings, groups, strict=True)]
+    cast("dict[object, object]", clone.state).update(
+        {key: _own(value) for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    )
+    clone.state.update({tensor: of for tensor, of in state.items() if of})
+    bare_step(optimizer)(clone)
+    for tensor, of in state.items():
+        # The step makes the state of a tensor that it has not stepped before, and may replace a dict.
+        made = clone.state.get(tensor, of)
+        if made is not of:
+            of.clear()
+            of.update(made)
 
 
 class TensorStepper:

@@ -4,26 +4,31 @@ A step has two halves. In the first one, nothing changes that the ranks keep: fo
 gradients. `ready`, one all-reduce of three numbers, ends it. In the second half each rank updates its weights alone. So
 if a rank is lost before any rank has passed `ready`, all do the step again. If some rank has passed it, all can and do
 finish the step.
+
+Under ZeRO 1 to 3 a lost rank takes its shard with it, so each rank also holds the shard of the previous rank. Before
+`ready`, its gradient travels to the rank that holds the copy. Own shard and copy then take the same step.
 """
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Self
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from par_checkpoint import State, reshard
-from par_groups import Members, get_logger
-from par_precision import MixedOptimizer
+from par_checkpoint import Shadow, State, reshard
+from par_groups import Members, get_logger, on_written
 
-from .._torch_private import import_compiler
-from ..strategy.execute import rows_of
-from ..strategy.options import StrategyOptions
-from ..strategy.strategy import Strategy
+from ..._torch_private import import_compiler
+from ...strategy.execute import rows_of
+from ...strategy.options import StrategyOptions
+from ...strategy.strategy import Strategy
+from .options import check_options, mixed_of, nccl_error
+from .reports import Cut, RankReport, is_whole
 
 Loss = Tensor | tuple[Tensor, Tensor | float]
 
@@ -48,22 +53,6 @@ class TrainState:
     optimizer: Optimizer
     loader: Any
     schedulers: list[Any] = field(default_factory=list)
-
-
-class _Told(NamedTuple):
-    """Report of a rank at the beginning of an epoch. All items are sent as fp64 numbers.
-
-    Args:
-        steps: The steps that its weights have; -1 for a rank without weights.
-        passed: The last step whose `ready` it has seen end; -1 before the first one.
-        loss: The sum of the losses of all samples of that step.
-        samples: The number of these samples.
-    """
-
-    steps: float
-    passed: float
-    loss: float
-    samples: float
 
 
 class _StepUndone(Exception):  # noqa: N818 - no error of the caller
@@ -111,12 +100,17 @@ class SurvivedStep:
 class Survivors:
     """A training run that goes on when a rank is lost. As a context manager it starts and ends the run.
 
-    Start the ranks with a keeper: `python -m par_groups.elastic --ranks 4 -- python train.py`. All ranks are replicas
-    of one model (ZeRO 0, data parallelism over gloo). When a rank is lost, the others form a new group within moments,
-    build the objects again and move their state into them, in memory. The batch is then shared by the ranks that are
-    left. A step counts on all ranks or is done again on all of them.
+    Start the ranks with a keeper: `python -m par_groups.elastic --ranks 4 -- python train.py`. All ranks are data
+    parallel, over gloo, at any ZeRO stage. When a rank is lost, the others form a new group within moments, build the
+    objects again and move their state into them, in memory. The batch is then shared by the ranks that are left. A step
+    counts on all ranks or is done again on all of them.
 
-    A move needs memory for two copies of the state of a rank. Each step copies the model's buffers at its beginning.
+    At stages 1 to 3 each rank also holds a copy of the previous rank's shard: see `par_checkpoint.Shadow`. Two
+    neighbours must not be lost together. A program must not write to the weights between steps, because only the
+    optimizer's steps reach the copies; a load does, too, from the end of the next step on.
+
+    A move needs memory for two copies of the state of a rank, at stages 1 to 3 until the end of the next step. Each
+    step copies the model's buffers at its beginning.
 
     Args:
         build: A function of the `Strategy` of an epoch that makes a `TrainState`. It runs again after each loss, so it
@@ -156,19 +150,22 @@ class Survivors:
     ) -> None:
         if spares not in ("join", "wait"):
             raise ValueError(f"spares={spares!r}: it is unknown; pass 'join' or 'wait'")
-        _check_options(StrategyOptions(**{**options, "uneven_batches": True}))
+        check_options(StrategyOptions(**{**options, "uneven_batches": True}))
         self._build, self._joins, self._timeout = build, spares == "join", timeout
         self._options = {**options, "uneven_batches": True}
         import_compiler()  # before this rank arrives, because the others wait for one that has arrived
         self._members = Members()
         self.strategy: Strategy | None = None
         self.state: TrainState | None = None
-        self._told = _Told(steps=-1, passed=_NOTHING, loss=0.0, samples=1.0)
-        self._every: list[_Told] = []  # what all members have reported in the current epoch
+        self._told = RankReport(steps=-1, passed=_NOTHING, loss=0.0, samples=1.0)
+        self._every: list[RankReport] = []  # what all members have reported in the current epoch
         self._has_formed = False  # an epoch whose objects do not exist yet
         self._position: dict[str, Any] = {}  # of the data, at the beginning of the current step
-        self._sums = torch.zeros(3, dtype=torch.float64)  # what `ready` sums: spares that wait, losses, samples
+        # What `ready` sums: spares that wait, losses, samples, ranks whose copy cannot follow, ranks with a stale copy.
+        self._sums = torch.zeros(5, dtype=torch.float64)
         self._is_ready = False
+        self._shadows: list[tuple[Cut, Shadow]] = []  # of all shardings since the last step that counted, newest last
+        self._is_stale = False  # whether a load has written the state, which the copies do not have yet
 
     @property
     def number(self) -> int:
@@ -201,7 +198,7 @@ class Survivors:
             until: The number of steps of the whole run.
         """
         while self.state is not None and self._told.steps < until:
-            done = int(self._told.steps)
+            done = self._told.steps
             yield SurvivedStep(self, done)
             if self.state is not None and self._told.steps == done:
                 raise RuntimeError(f"step {done} was not run; call step.run(loss_of) in each iteration")
@@ -247,7 +244,7 @@ class Survivors:
         """Do a step; it counts if this returns."""
         state, strategy = self.state, self.strategy
         assert state is not None and strategy is not None  # noqa: S101, PT018 - set by the first epoch
-        optimizer = _mixed(state.optimizer)
+        optimizer = mixed_of(state.optimizer)
         loader = state.loader
         self._is_ready = False
         # What the first half of a step may change has to return to its value if the step does not count.
@@ -265,7 +262,8 @@ class Survivors:
             # The optimizer makes the mean over all samples of all ranks from means and weights, however the batch is
             # shared.
             strategy.backward(total / count, optimizer, weight=count)
-            self._sums = torch.tensor([self._members.spares, float(total.detach()), float(count)], dtype=torch.float64)
+            told = [self._members.spares, float(total.detach()), float(count), 0, self._is_stale]
+            self._sums = torch.tensor(told, dtype=torch.float64)
             optimizer.step()
             if not self._is_ready:  # the gradients were not finite, and no optimizer has run
                 self._agree(number)
@@ -282,18 +280,42 @@ class Survivors:
         self._told = self._told._replace(steps=number + 1)
         # Only a step that counts moves the position, so a step that is undone reads the same rows again.
         self._position = loader.state_dict()
+        if len(self._shadows) > 1:
+            # All ranks have moved to the newest sharding, and the others have the values of the step before.
+            del self._shadows[:-1]
+            gc.collect()
         self._at("updated")
+        if self._sums[4] > 0 and not self._has_formed:
+            self._shadow_anew()
+
+    def _before_update(self, number: int) -> None:
+        """Send gradients to the copies, agree on the step, and update the copy of the previous rank's shard."""
+        if not self._shadows:
+            self._agree(number)
+            return
+        _, shadow = self._shadows[-1]
+        self._at("sending")
+        self._sums[3] = not shadow.exchange_gradients()
+        self._agree(number)
+        shadow.step()
 
     def _agree(self, number: int) -> None:
         """End the first half of a step: after this all ranks take it, or all do it again.
 
         Raises:
             _StepUndone: A rank is lost, and no rank has passed this point; the next epoch has begun.
+            ValueError: The copies cannot follow the step; on all ranks, and nothing has changed.
         """
         self._at("reduced")
         self._is_ready = True
         try:
             dist.all_reduce(self._sums)
+            if self._sums[3] > 0:
+                raise ValueError(
+                    f"step {number}: some parameters had no gradient on any rank, so the optimizer steps parts of its "
+                    "tensors, and the copies of shards cannot follow; pass the optimizer only parameters that get a "
+                    "gradient, or use zero=0"
+                )
             self._told = self._told._replace(passed=number, loss=float(self._sums[1]), samples=float(self._sums[2]))
         except RuntimeError as error:
             # Another rank may have seen the end of this all-reduce. It has begun to update its weights, so this rank,
@@ -326,23 +348,24 @@ class Survivors:
             except Exception as error:
                 self._leave_after(error)
 
-    def _form(self) -> _Told:
+    def _form(self) -> RankReport:
         """Form the next epoch and return the report of the rank that is furthest."""
         while True:
             if self._members.form(self._timeout) is None:
                 raise _RunOver
             try:
                 self._at("formed")
-                own = torch.tensor(self._told, dtype=torch.float64)
-                every = [torch.empty_like(own) for _ in self._members.ranks]
-                dist.all_gather(every, own)
+                # A copy that misses what a load has written is none.
+                cuts = () if self._is_stale else tuple(cut for cut, _ in self._shadows)
+                every: list[Any] = [None] * len(self._members.ranks)
+                dist.all_gather_object(every, self._told._replace(cuts=cuts))
             except RuntimeError as error:
                 self._leave_after(error)
                 continue
-            self._every = [_Told(*numbers) for numbers in torch.stack(every).tolist()]
+            self._every = every
             if self._told.steps < 0 and any(each.steps >= 0 for each in self._every):
                 # If all ranks with a state die now, this rank must not begin the run again as if there had been none.
-                self._told = self._told._replace(passed=-1.0)
+                self._told = self._told._replace(passed=-1)
             self._has_formed = True
             self._at("told")
             return max(self._every, key=lambda each: each.passed)
@@ -356,30 +379,44 @@ class Survivors:
                 "all ranks that had the state of the run are lost; start the job again from its checkpoint, which "
                 "Strategy.checkpoints().resume() loads"
             )
+        holders = [each.cuts for each in self._every if each.steps == newest]
+        if newest >= 0 and StrategyOptions(**self._options).stage and not is_whole(holders):
+            raise StateLostError(
+                "a rank and the next one, which held the copy of its shard, are lost "
+                "together; start the job again from its checkpoint, which Strategy.checkpoints().resume() loads"
+            )
         old = self.strategy
+        # A rank that has been away has an old state, which is none.
+        has_state = newest >= 0 and self._told.steps == newest and self.state is not None
         strategy = Strategy(**self._options)
         try:
             if strategy.device.type != "cpu":
-                raise _no_nccl(strategy.device.type)
+                raise nccl_error(strategy.device.type)
             state = self._made(strategy)
             self._at("built")
             if newest >= 0:
-                # A rank that has been away has an old state, which is none.
-                has_state = self._told.steps == newest and self.state is not None
-                source = self._parts(self.state) if has_state and self.state is not None else State()
+                source = self._source(self.state) if has_state and self.state is not None else State()
                 extra = reshard(source, self._parts(state)).extra
                 self._position = extra["position"]
                 state.loader.load_state_dict(self._position)
-                strategy.steps = int(newest)
+                strategy.steps = newest
             else:
                 self._position = state.loader.state_dict()
+            shadow = Shadow(state.model, mixed_of(state.optimizer).inner) if strategy.options.stage else None
             self._at("moved")
         except BaseException:
             strategy.close()
             raise
         # The old objects are kept until here: a further loss on the way would need them.
         self.state, self.strategy, self._has_formed = state, strategy, False
-        self._told = self._told._replace(steps=max(newest, 0.0), passed=max(passed, -1.0))
+        self._told = self._told._replace(steps=max(newest, 0), passed=max(passed, -1))
+        if shadow is not None:
+            # A rank may fail in this move after another has ended it, and both must find one whole sharding then.
+            if not has_state:
+                self._shadows.clear()
+            cut = Cut(self._members.epoch, self._members.place, len(self._members.ranks))
+            self._shadows.append((cut, shadow))
+            self._watch_loads(state)
         if old is not None:
             old.close()
         gc.collect()  # objects that refer to each other would keep the threads of their groups
@@ -392,12 +429,62 @@ class Survivors:
             made.model, made.optimizer, made.loader, *made.schedulers
         )
         state = TrainState(model=model, optimizer=optimizer, loader=loader, schedulers=schedulers)
-        # The last hook before the update: gradients are complete and summed, and nothing has changed yet.
-        _mixed(optimizer).inner.register_step_pre_hook(lambda *_: self._agree(int(self._told.steps)))
+        inner = mixed_of(optimizer).inner
+        # The last hook before the update: gradients are complete and summed, and nothing has changed yet. The method of
+        # the class registers it behind par-zero's hook, in which ranks may still exchange which gradients exist.
+        Optimizer.register_step_pre_hook(inner, lambda *_: self._before_update(self._told.steps))
+        inner.step = self._update_of(inner.step)  # type: ignore[method-assign]
         return state
 
+    def _update_of(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return an optimizer's step that counts if a rank is lost while updated parameters travel."""
+
+        @wraps(step)
+        def update(*args: Any, **keywords: Any) -> Any:
+            try:
+                return step(*args, **keywords)
+            except RuntimeError as error:
+                # Before `ready` the step is done again. After it each shard and its copy are updated before the first
+                # message is sent, and the next epoch gathers the parameters.
+                if self._told.passed != self._told.steps:
+                    raise
+                if not self._has_formed:
+                    self._leave_after(error)
+
+        return update
+
+    def _source(self, state: TrainState) -> State:
+        """Return what this rank holds of the run."""
+        parts = self._parts(state)
+        if not self._shadows:
+            return parts
+        *before, (_, newest) = self._shadows
+        held = newest.held_state([shadow for _, shadow in before])
+        return replace(parts, model=held.model, optimizer=held.optimizer)
+
+    def _watch_loads(self, state: TrainState) -> None:
+        """Notice when a load writes the state of the current objects."""
+        inner = mixed_of(state.optimizer).inner
+        held = [tensor for group in inner.param_groups for tensor in group["params"]]
+
+        def note(_: object) -> None:
+            self._is_stale = True
+
+        self._is_stale = False
+        on_written([*state.model.parameters(), *held], note)
+
+    def _shadow_anew(self) -> None:
+        """Copy the shards again after a load. Collective."""
+        state, (cut, _) = self.state, self._shadows[-1]
+        assert state is not None  # noqa: S101 - a step has run
+        try:
+            self._shadows = [(cut, Shadow(state.model, mixed_of(state.optimizer).inner))]
+            self._is_stale = False
+        except RuntimeError as error:
+            self._leave_after(error)
+
     def _parts(self, state: TrainState) -> State:
-        scheduler = [_mixed(state.optimizer).scaling, *state.schedulers]
+        scheduler = [mixed_of(state.optimizer).scaling, *state.schedulers]
         extra = {"position": self._position}
         return State(model=state.model, optimizer=state.optimizer, scheduler=scheduler, extra=extra)
 
@@ -405,53 +492,3 @@ class Survivors:
         """Report progress, since a rank that reports none for long is taken for hung; `phase` is for tests."""
         del phase
         self._members.report()
-
-
-def _mixed(optimizer: Optimizer) -> MixedOptimizer:
-    if not isinstance(optimizer, MixedOptimizer):
-        raise ValueError(
-            f"a plugin controls precision, and {type(optimizer).__name__} does not sum weights of losses; remove the "
-            "plugin to survive the loss of a rank"
-        )
-    return optimizer
-
-
-def _no_nccl(device: str) -> ValueError:
-    return ValueError(
-        f"device={device!r}: survivors need gloo, because an abort of an NCCL communicator does not reach the "
-        "communicators split from it, and a rank that waits there would hang; pass device='cpu', or let the launcher "
-        "start the job again from its checkpoint"
-    )
-
-
-def _check_options(options: StrategyOptions) -> None:
-    """Raise ValueError for options with which the loss of a rank is not survived."""
-    device = options.device if options.device != "auto" else "cpu"
-    if torch.device(device).type != "cpu":
-        raise _no_nccl(options.device)
-    if options.parallel is not None and (
-        not isinstance(options.parallel, Mapping)
-        or any(
-            (given.get("size", 1) if isinstance(given, Mapping) else given) != 1
-            for axis, given in options.parallel.items()
-            if axis != "data"
-        )
-    ):
-        raise ValueError(
-            f"parallel={options.parallel!r}: only data-parallel replicas of one rank survive the loss of a rank; "
-            "remove it, or let the launcher start the job again from its checkpoint"
-        )
-    if options.stage:
-        raise ValueError(
-            f"zero={options.stage}: a lost rank would take its shard with it, and no rank has a copy; use zero=0"
-        )
-    if options.numerics != "ordinary":
-        raise ValueError(
-            f"numerics={options.numerics!r}: lanes must divide by the data ranks, whose number changes with a loss; "
-            "use numerics='ordinary'"
-        )
-    if options.memory is not None or "offload" in options.zero_keywords:
-        raise ValueError(
-            f"memory={options.memory!r}, zero={options.zero!r}: offloaded state does not move in memory after a loss; "
-            "remove memory and offload"
-        )
