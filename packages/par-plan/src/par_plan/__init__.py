@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .budget.first_step import MeasuredPlan, MeasuredStep, plan_measured
     from .budget.plan import Budget, BudgetPlan, read_budget
     from .budget.tiers import TooSmallError
+    from .costs.memory import shadow_memory
     from .costs.pipeline import PipelineCost, PipelineRank, pipeline_cost
     from .inputs import NUMBER_WIDTHS, PEAKS, RECOMPUTES, Machine, NumberWidths, OffloadTiers, TrainingJob
     from .live import ModelSizes, StepPlan, model_sizes, plan_budget, plan_models, plan_unsharded_model
@@ -56,6 +57,7 @@ __all__ = [
     "predict",
     "read_budget",
     "search_configurations",
+    "shadow_memory",
 ]
 
 _LATE = {
@@ -64,6 +66,7 @@ _LATE = {
     "budget.tiers": ("TooSmallError",),
     "inputs": ("NUMBER_WIDTHS", "PEAKS", "RECOMPUTES", "TrainingJob", "Machine", "NumberWidths", "OffloadTiers"),
     "models.protocol": ("PlannedModel",),
+    "costs.memory": ("shadow_memory",),
     "costs.pipeline": ("PipelineCost", "PipelineRank", "pipeline_cost"),
     "prediction": ("Prediction", "model_flops", "predict"),
     "models.pretrained": ("PretrainedShape",),

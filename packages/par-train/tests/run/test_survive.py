@@ -16,7 +16,7 @@ from torch import nn
 
 from par_data import ShardedDataLoader
 from par_train import Survivors, TrainState
-from par_train.run.survive.reports import Cut, is_whole
+from par_train.run.survive.reports import RingPlace, is_whole
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="losing a rank needs Linux")
 
@@ -116,7 +116,7 @@ def test_survivors_restore_the_shard_of_a_lost_rank(tmp_path):
     ],
 )
 def test_is_whole_finds_a_sharding_that_ranks_hold(cuts, whole):
-    assert is_whole([[Cut(*cut) for cut in of_rank] for of_rank in cuts]) is whole
+    assert is_whole([[RingPlace(*cut) for cut in of_rank] for of_rank in cuts]) is whole
 
 
 @pytest.mark.storm

@@ -438,3 +438,18 @@ def saved_ends(
         saved += inner * (4 * shape.vocabulary / split.inner + (22 if split.ranks > 1 else 8))  # logits and loss
         saved += numbers.cast * h * shape.vocabulary / split.matrix
     return saved
+
+
+def shadow_memory(elements: float, ranks: int, numbers: NumberWidths) -> MemoryUse:
+    """Return what a rank holds of its neighbour's shard, so that the neighbour can be lost: `par_checkpoint.Shadow`.
+
+    The gradient of the shard travels to the copy in each step, so its bytes are also the traffic of a step.
+
+    Args:
+        elements: Trained elements that the ranks shard.
+        ranks: Number of these ranks.
+        numbers: Widths of numbers.
+    """
+    # A copy is a weight as the optimizer updates it, and Adam's two moments of the same width.
+    shard = elements / ranks if ranks > 1 else 0.0
+    return MemoryUse(parameters=0.0, gradients=shard * numbers.master, optimizer=3 * shard * numbers.master)

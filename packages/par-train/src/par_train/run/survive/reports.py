@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Cut(NamedTuple):
+class RingPlace(NamedTuple):
     """A sharding of the state, of which a rank holds its shard and a copy of the previous rank's.
 
     Args:
@@ -33,10 +33,10 @@ class RankReport(NamedTuple):
     passed: int
     loss: float
     samples: float
-    cuts: tuple[Cut, ...] = ()
+    cuts: tuple[RingPlace, ...] = ()
 
 
-def is_whole(holders: Sequence[Sequence[Cut]]) -> bool:
+def is_whole(holders: Sequence[Sequence[RingPlace]]) -> bool:
     """Return whether some ranks hold all shards of one sharding, as their own or as a copy. Pure.
 
     Args:

@@ -28,7 +28,7 @@ from ...strategy.execute import rows_of
 from ...strategy.options import StrategyOptions
 from ...strategy.strategy import Strategy
 from .options import check_options, mixed_of, nccl_error
-from .reports import Cut, RankReport, is_whole
+from .reports import RankReport, RingPlace, is_whole
 
 Loss = Tensor | tuple[Tensor, Tensor | float]
 
@@ -164,7 +164,9 @@ class Survivors:
         # What `ready` sums: spares that wait, losses, samples, ranks whose copy cannot follow, ranks with a stale copy.
         self._sums = torch.zeros(5, dtype=torch.float64)
         self._is_ready = False
-        self._shadows: list[tuple[Cut, Shadow]] = []  # of all shardings since the last step that counted, newest last
+        self._shadows: list[
+            tuple[RingPlace, Shadow]
+        ] = []  # of all shardings since the last step that counted, newest last
         self._is_stale = False  # whether a load has written the state, which the copies do not have yet
 
     @property
@@ -414,7 +416,7 @@ class Survivors:
             # A rank may fail in this move after another has ended it, and both must find one whole sharding then.
             if not has_state:
                 self._shadows.clear()
-            cut = Cut(self._members.epoch, self._members.place, len(self._members.ranks))
+            cut = RingPlace(self._members.epoch, self._members.place, len(self._members.ranks))
             self._shadows.append((cut, shadow))
             self._watch_loads(state)
         if old is not None:
