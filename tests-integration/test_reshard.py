@@ -1,5 +1,8 @@
 """State that moves in memory between pipelines, and between packed experts and the tensors of files."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -99,3 +102,12 @@ def test_reshard_of_stacked_experts_to_checkpoint_names_and_back():
     if rank == 1:
         for name, parameter in packed.named_parameters():
             assert torch.equal(parameter, again.get_parameter(name)), name
+
+
+def test_table_of_cases_names_tests_that_exist():
+    root = Path(__file__).parents[1]
+    named = re.findall(r"`([\w/-]+\.py): (test_\w+)`", (Path(__file__).parent / "README.md").read_text())
+    assert len(named) > 40
+    texts = {path: (root / path).read_text() for path, _ in named}
+    missing = [name for path, name in named if not re.search(rf"^def {name}\(", texts[path], re.MULTILINE)]
+    assert not missing

@@ -1,13 +1,15 @@
 """Plans of moves, and digests of tensors, without processes."""
 
+import math
 import random
+import time
 
 import pytest
 import torch
 
 from par_checkpoint.live.digest import MODULUS, digest_of_box
 from par_checkpoint.live.wanted import MemoryPiece, PieceRequests, Wanted, halved, pieces_of, wire_dtype
-from par_groups import Claims, merge_claims
+from par_groups import Box, Claims, Sharding, merge_claims
 from par_groups.sharding.held import by_shape
 
 from .cuts import KINDS, lacking, rectangles, sharded
@@ -108,6 +110,76 @@ def test_requests_for_many_alike_layers_are_small():
     )
     assert sum(len(request_of(requests, giver)) for giver in requests.givers) < 100 * size
     assert sum(int(each[:, 2].sum()) for each in requests.rows.values()) == layers * size
+
+
+EXPERTS, INNER, WIDTH = 384, 2048, 7168
+PER_LAYER = {
+    "up": (EXPERTS, INNER, WIDTH),
+    "gate": (EXPERTS, INNER, WIDTH),
+    "down": (EXPERTS, WIDTH, INNER),
+    "q": (12288, WIDTH),
+    "o": (WIDTH, 8192),
+    "kv": (576, WIDTH),
+    "kv_b": (16384, 512),
+    "router": (EXPERTS, WIDTH),
+    "norm_1": (WIDTH,),
+    "norm_2": (WIDTH,),
+}
+
+
+def trainer_boxes(shapes, rank):
+    """Experts over 64 ranks, their rows over 4; all other tensors by uneven rows over 256 ranks."""
+    for number, shape in enumerate(shapes):
+        if len(shape) == 3:
+            rows = shape[1] // 4
+            start = (rank // 4 * (EXPERTS // 64), rank % 4 * rows, 0)
+            yield number, start, (EXPERTS // 64, rows, shape[2])
+        else:
+            low, high = rank * shape[0] // 256, (rank + 1) * shape[0] // 256
+            if low < high:
+                yield number, (low, *[0] * (len(shape) - 1)), (high - low, *shape[1:])
+
+
+def generator_box(shape, rank):
+    """Experts over 128 ranks, matrices by columns over 8 ranks, vectors on all."""
+    if len(shape) == 3:
+        return (rank * EXPERTS // 128, 0, 0), (EXPERTS // 128, *shape[1:])
+    if len(shape) == 2:
+        return (0, rank % 8 * shape[1] // 8), (shape[0], shape[1] // 8)
+    return (0,), shape
+
+
+def whole_box(shape, start, size):
+    stride = tuple(math.prod(size[dim + 1 :]) for dim in range(len(size)))
+    return Sharding(shape, (Box(start, size, 0, stride, (256,)),))
+
+
+def test_plan_of_a_trillion_parameters_is_fast_and_small():
+    """1.03 T parameters move from 256 to 128 ranks; the seconds are those of the processor in one rank."""
+    table = [
+        (f"model:{layer}.{name}", torch.bfloat16, shape) for layer in range(60) for name, shape in PER_LAYER.items()
+    ]
+    table += [(f"model:{name}", torch.bfloat16, (163840, WIDTH)) for name in ("embed", "head")]
+    shapes = [shape for _, _, shape in table]
+    assert sum(torch.Size(shape).numel() for shape in shapes) > 1e12
+    claims = [((rank,), Claims.of_boxes(tuple(table), trainer_boxes(shapes, rank))) for rank in range(256)]
+    told = len(claims[0][1].table()) + sum(len(each.boxes()) for _, each in claims)
+    wanted = [
+        Wanted(number, whole_box(shape, *generator_box(shape, 0)), torch.bfloat16, 0)
+        for number, shape in enumerate(shapes)
+    ]
+    seconds = []
+    for _ in range(2):  # the first time, torch makes its operators
+        begin = time.process_time()
+        tensors = merge_claims(claims)
+        requests = PieceRequests(tensors, wanted, 256, [0] * 384)
+        rows = {giver: requests.rows_to(giver) for giver in requests.givers}
+        seconds.append(time.process_time() - begin)
+    # A rank receives the claims of all ranks, and sends its requests.
+    told += sum(len(Claims(tensors=(), rows=each).boxes()) for each in rows.values())
+    print(f"{min(seconds):.2f} s, {told / 1e3:.0f} KB")
+    assert min(seconds) < 0.5
+    assert told < 1_000_000
 
 
 def test_halved_pieces_are_disjoint_and_small():

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         read_flight_trace,
         shorten_path,
     )
+    from .live.versions import DISTRIBUTIONS
     from .live.vote import Vote
     from .optimizers.classes import UpdateScope
     from .optimizers.clone import TensorStepper
@@ -92,6 +93,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "DISTRIBUTIONS",
     "EXACT_LIMIT",
     "EXPERTS",
     "METADATA_OPERATIONS",
@@ -232,6 +234,7 @@ _MODULE_OF = {
             *("Communicator", "Operation", "call_sites", "is_library_path"),
             *("read_flight_trace", "shorten_path"),
         ),
+        "live.versions": ("DISTRIBUTIONS",),
         "live.vote": ("Vote",),
         "optimizers.classes": ("UpdateScope",),
         "optimizers.clone": ("TensorStepper",),

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import SCALARS, original_name
+from par_groups import DISTRIBUTIONS, SCALARS, original_name
 
 from .._errors import UNDEFINED, CheckpointError, taken
 from .._torch_private import (
@@ -26,13 +26,7 @@ from .._torch_private import (
 )
 from .model import Model, local_of, storage_of, unwrapped
 
-_OURS = tuple(
-    f"par_{name}"
-    for name in (
-        *("checkpoint", "data", "diagnosis", "groups", "layers", "pipeline"),
-        *("plan", "precision", "recompute", "train", "zero"),
-    )
-)
+_OURS = tuple(name.replace("-", "_") for name in DISTRIBUTIONS)
 _OF_TORCH = ("state", "param_groups")  # what every optimizer has in its state dict
 
 

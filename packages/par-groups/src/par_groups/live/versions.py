@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
-_DISTRIBUTIONS = (
+DISTRIBUTIONS = (
     "par-groups",
     "par-layers",
     "par-pipeline",
@@ -18,12 +18,13 @@ _DISTRIBUTIONS = (
     "par-plan",
     "par-train",
 )
+"""Names of these packages on an index; a package is imported with underscores."""
 
 
 def versions() -> dict[str, str]:
     """Return the version of each of these packages that is imported, or else installed, on this rank."""
     found = {}
-    for name in _DISTRIBUTIONS:
+    for name in DISTRIBUTIONS:
         imported = getattr(sys.modules.get(name.replace("-", "_")), "__version__", None)
         if (here := imported or _installed(name)) is not None:
             found[name] = here
@@ -46,7 +47,7 @@ def clash(by_rank: Sequence[Mapping[str, str]]) -> str | None:
     Args:
         by_rank: Versions by package, for each rank.
     """
-    for name in _DISTRIBUTIONS:
+    for name in DISTRIBUTIONS:
         holders: dict[str, list[int]] = {}
         for rank, theirs in enumerate(by_rank):
             if name in theirs:
