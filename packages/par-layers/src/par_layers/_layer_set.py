@@ -88,7 +88,7 @@ def layer_set(
     else:
         rules = rules_of(mode, grid, given)
     if lanes is not None:
-        rules = replace(rules, experts_in_lanes=True)
+        rules = replace(rules, expert_lanes=lanes)
     if groups is not None:
         unknown = [axis for axis in ("sequence", "expert") if _is_unknown(axis, groups.topology, rules)]
         if "expert" in unknown and EXPERTS not in groups.topology.views:
@@ -343,12 +343,12 @@ class LayerSet(LayerSetOperations):
         """
         if self.mode not in (None, "1d") and self.rules != ModeRules():
             raise ValueError(f"mode={self.mode!r}: experts need mode '1d' or one device; use layer_set('1d', groups)")
-        if self.rules.lanes.in_layers:
+        if self.rules.lanes.sequence > 1:
             raise ValueError(
-                "experts have no products in lanes so far; use one tensor and one sequence lane with "
-                "numerics='canonical'"
+                f"the layers have {self.rules.lanes.sequence} sequence lanes, and experts have no products in these; "
+                "use one sequence lane with numerics='canonical'"
             )
-        if self.rules.experts_in_lanes and capacity_factor is not None:
+        if self.rules.expert_lanes is not None and capacity_factor is not None:
             raise ValueError(
                 f"capacity_factor={capacity_factor} with numerics='canonical': the longest lane of all expert ranks "
                 "sets the capacity, so that it depends on the topology; pass capacity_factor=None"

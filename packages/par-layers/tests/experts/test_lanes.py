@@ -124,8 +124,8 @@ def test_norm_after_each_expert_in_lanes_raises():
     with ProcessGroups(Topology.from_config({"expert": 2}, dist.get_world_size())) as groups:
         module = Kind(norm=True)
         with pytest.raises(ValueError, match=r"'mlp' has a norm after each expert, .*; use expert=1 with numerics"):
-            experts_like(module, Grid(groups, view="experts"), "mlp", in_lanes=True)
-        experts_like(Kind(norm=True), Grid(None), "mlp", in_lanes=True)  # one rank has the rows of one lane
+            experts_like(module, Grid(groups, view="experts"), "mlp", lanes=LaneCounts(data=4))
+        experts_like(Kind(norm=True), Grid(None), "mlp", lanes=LaneCounts(data=4))  # one rank has the rows of one lane
 
 
 def test_capacity_in_lanes_raises():

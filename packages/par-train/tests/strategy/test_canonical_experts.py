@@ -6,10 +6,14 @@ from torch import nn
 from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from par_layers import LoadBalancing, RouterConfig, pack_experts_, sync_aux_loss_
+from par_layers.experts import lanes
 from par_testing import storm
 from par_train import Strategy
 
 from .test_canonical import STEPS, options_of, start, train
+from .test_canonical_tensor import LANES as TENSOR_LANES
+from .test_canonical_tensor import SEQUENCE, TENSOR, assert_one_digest, digest
+from .test_canonical_tensor import SIZES as WIDE
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
 TWO = [({}, 0), ({"expert": 2}, 0), ({"expert": 2}, 3), ({"pipeline": 2}, 1, "1f1b")]
@@ -21,12 +25,39 @@ FOUR = [
     ({"expert": 2, "pipeline": 2}, 1, "1f1b"),
 ]
 
+WHOLE = {size: {"expert": {"size": size, "tensor": 1}} for size in (2, 4)}
+"""Each expert on one rank. Else the tensor ranks shard each of them."""
+
+TENSOR_TWO = [
+    ({}, {}),
+    (TENSOR[2], {}),
+    (TENSOR[2] | WHOLE[2], {"zero": 3}),
+    (SEQUENCE[2] | WHOLE[2], {}),
+    (SEQUENCE[2], {"zero": 2}),
+    ({"expert": 2}, {"zero": 1}),
+]
+TENSOR_FOUR = [
+    ({}, {}),
+    (TENSOR[4], {"zero": 1}),
+    (TENSOR[2] | {"expert": 2}, {"zero": 2}),
+    (SEQUENCE[2] | {"expert": 2}, {"zero": 3}),
+    (SEQUENCE[2] | WHOLE[4], {}),
+    (SEQUENCE[4] | WHOLE[4], {}),
+    (TENSOR[2] | WHOLE[2] | {"pipeline": 2}, {"schedule": "zb_h1", "zero": 1}),
+    ({"expert": 4}, {"zero": 2}),
+]
+
 
 def qwen(**more):
     torch.manual_seed(0)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
     config = Qwen3MoeConfig(**SIZES, **experts, num_key_value_heads=2, intermediate_size=64, **more)
     return Qwen3MoeForCausalLM(config).train()
+
+
+def wide_qwen(_):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**WIDE, **experts, num_key_value_heads=4, intermediate_size=128)).train()
 
 
 def gpt_oss():
@@ -68,6 +99,28 @@ def test_every_stage_over_expert_ranks_has_one_digest(make, precision):
 def test_four_ranks_with_experts_have_one_digest(precision):
     found = digests([({}, 0), *FOUR], qwen, precision)
     assert len(set(found.values())) == 1, found
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("precision", "steps"), [("bf16", 2), storm("fp32", 20)])
+def test_experts_over_two_tensor_ranks_have_one_digest(precision, steps):
+    assert_one_digest(TENSOR_TWO, wide_qwen, precision=precision, steps=steps)
+
+
+@pytest.mark.storm
+@pytest.mark.ranks(4, timeout=300)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_experts_over_four_tensor_ranks_have_one_digest(precision):
+    assert_one_digest(TENSOR_FOUR, wide_qwen, precision=precision, steps=20)
+
+
+@pytest.mark.ranks(2)
+def test_experts_whose_ranks_add_in_the_order_of_the_backend_have_other_bits(monkeypatch):
+    """So the tests above can fail: the parts of the ranks before those of the lanes, and a token's experts first."""
+    expected = digest({}, wide_qwen, steps=1)
+    monkeypatch.setattr(lanes, "tree", sum)
+    found = digest(TENSOR[2], wide_qwen, steps=1)
+    assert found != expected
 
 
 @pytest.mark.ranks(2)
@@ -126,6 +179,30 @@ def test_sums_over_several_lanes_are_refused(make, message):
         optimizer = torch.optim.AdamW(model.parameters())
         with pytest.raises(ValueError, match=message):
             strategy.initialize(model, optimizer)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        ({"data": 4, "tensor": 3}, "experts have 64 intermediate features, .* into 3 tensor lanes; use 66, or fewer"),
+        ({"data": 4, "sequence": 2}, "'model.layers.0.mlp.experts' has experts, .* use one sequence lane"),
+    ],
+)
+def test_experts_without_a_form_in_lanes_are_refused(counts, message):
+    with Strategy(numerics="canonical", lanes=counts) as strategy, pytest.raises(ValueError, match=message):
+        model = wide_qwen(strategy)
+        strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.ranks(4)
+def test_rows_of_one_lane_on_several_ranks_are_refused():
+    parallel = TENSOR[4] | WHOLE[2]
+    options = {"numerics": "canonical", "lanes": TENSOR_LANES}
+    message = r"in 2 parts, and 4 tensor ranks split the tokens of a lane, .* use a multiple of 4 parts"
+    with Strategy(parallel=parallel, **options) as strategy, pytest.raises(ValueError, match=message):
+        model = wide_qwen(strategy)
+        strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 @pytest.mark.ranks(2)

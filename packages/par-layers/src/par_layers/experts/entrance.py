@@ -3,6 +3,9 @@
 If each expert is stored on one rank, each token enters on one rank of the tensor group. Sequence parallelism has split
 the tokens already; without it they are split here. If an expert is sharded over the tensor group, each token enters on
 all ranks of the group, and each rank returns a partial sum.
+
+In lanes, the router sees all tokens on every rank, because the gradient of its weight is a sum over them, and experts
+return complete outputs: `LaneEntrance`.
 """
 
 from dataclasses import dataclass
@@ -10,7 +13,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
@@ -19,9 +22,11 @@ from .._collectives import (
     all_gather_to,
     copy_to,
     finish,
+    gather_from,
     reduce_from,
     reduce_scatter_on,
     reduce_scatter_to,
+    scatter_to,
     start_all_gather,
 )
 from ..modes.product_1d import SEQUENCE
@@ -122,6 +127,26 @@ class Entrance:
         """Return factors of partial sums, such as routing weights, [M, ...]. Their gradient is a partial sum, too."""
         return x if self.group is None or self.whole else copy_to(x, self.group)
 
+    def sent(self, values: Tensor) -> Tensor:
+        """Return what belongs to the tokens that this rank sends, [M', ...], of what belongs to the router's, [M, ...].
+
+        The values have no gradient.
+        """
+        return values
+
+    def weigh(self, full: Tensor, gate: nn.Module, x: Tensor, routed: Tensor) -> Tensor:
+        """Return an output in the residual layout, times the sigmoid of a linear layer of the tokens.
+
+        Args:
+            full: The output.
+            gate: The linear layer, [..., h] to [..., 1].
+            x: The activation that entered.
+            routed: The router's tokens.
+        """
+        del routed
+        weighed: Tensor = full * gate(x).sigmoid()
+        return weighed
+
     def gather(self, x: Tensor) -> Tensor:
         """Return a full activation for column-parallel matmuls, from the residual layout."""
         if self.group is None:
@@ -162,6 +187,71 @@ class Entrance:
         if self.sequence and self.group is not None:
             shape[SEQUENCE] *= self.group.size()
         return torch.Size(shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaneEntrance(Entrance):
+    """`Entrance` of experts in lanes: every rank of the tensor group routes all tokens, and outputs are complete.
+
+    If each expert is stored on one rank, a rank sends a part of the tokens, in the order of one device. Shared experts
+    have products in lanes, which begin and end in the residual layout.
+    """
+
+    @property
+    def cuts_tokens(self) -> bool:
+        """False: each token reaches the router on all ranks of the tensor group."""
+        return False
+
+    @property
+    def sums_parts(self) -> bool:
+        """False: outputs are complete."""
+        return False
+
+    def most_tokens(self, x: Tensor) -> int:
+        """Return the number of tokens, of which there is no capacity."""
+        return x.numel() // x.shape[-1]
+
+    def enter(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the router's tokens, [M, h], and those that this rank sends. Both have full gradients."""
+        # Each rank computes the same from the gathered tokens, so its part of their gradient is that of its own.
+        full = gather_from(x, self.group, SEQUENCE) if self.sequence and self.group is not None else x
+        routed = full.reshape(-1, x.shape[-1])
+        return routed, self.factors(routed)
+
+    def factors(self, x: Tensor) -> Tensor:
+        """Return what this rank sends of the router's values [M, ...]; backward gathers."""
+        return cut_rows(x, self.group) if self.group is not None and self.whole else x
+
+    def sent(self, values: Tensor) -> Tensor:
+        """Return what belongs to the tokens that this rank sends."""
+        return _own_rows(values, self.group) if self.group is not None and self.whole else values
+
+    def weigh(self, full: Tensor, gate: nn.Module, x: Tensor, routed: Tensor) -> Tensor:
+        """Return an output times the sigmoid of a linear layer, whose weight's gradient is a sum over all tokens."""
+        return full * self._in_residual_layout(gate(routed).sigmoid(), x)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return the activation: products in lanes gather it themselves."""
+        return x
+
+    def reduce(self, parts: Tensor) -> Tensor:
+        """Return the sum: products in lanes have added it up."""
+        return parts
+
+    def leave(self, sums: Tensor, x: Tensor) -> Tensor:
+        """Convert the experts' outputs for the tokens that this rank has sent to the residual layout."""
+        if self.group is not None and self.whole:
+            sums = join_rows(sums, self._tokens(x).numel(), self.group)
+        return self._in_residual_layout(sums, x)
+
+    def of_tokens(self, values: Tensor) -> Tensor:
+        """Return the values of all tokens, [M]."""
+        return values.flatten()
+
+    def _in_residual_layout(self, values: Tensor, x: Tensor) -> Tensor:
+        """Return values of all tokens [M, n] in the layout of the activation, with its own features."""
+        full = values.view(*self._tokens(x), -1)
+        return scatter_to(full, self.group, SEQUENCE) if self.sequence and self.group is not None else full
 
 
 def cut_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:

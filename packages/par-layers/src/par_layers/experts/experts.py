@@ -79,7 +79,7 @@ class Experts(ParallelLayer):
         super().__init__()
         config = ExpertConfig() if config is None else config
         self.activation = activation_of(config.activation, interleaved=config.interleaved)
-        gated = self.activation.gated
+        gated, self._interleaved = self.activation.gated, config.interleaved
         if config.interleaved and not gated:
             raise ValueError("interleaved=True: the activation has no gate; pass ExpertConfig(interleaved=False)")
         self.num_experts, self.hidden_size, self.intermediate_size = num_experts, hidden_size, intermediate_size

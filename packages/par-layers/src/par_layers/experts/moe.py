@@ -10,12 +10,13 @@ from torch.nn import functional
 from ..layers.linear import ParallelLinear, check_divides
 from ..layers.parameter import Init, Rows
 from ..modes.grid import EXPERTS, Axes, Grid
+from ..modes.lanes import check_lanes
 from ..modes.layout import ActivationLayout
 from ..modes.product_1d import local_product
-from ..modes.rules import ModeRules, WeightSharding
+from ..modes.rules import ModeRules, ParallelMatmul, WeightSharding
 from .balance import LoadBalancing, TokenAxes
 from .dispatch import TokenDispatcher
-from .entrance import Entrance
+from .entrance import Entrance, LaneEntrance
 from .experts import Experts
 from .lanes import LaneExperts
 from .products import activation_of
@@ -26,7 +27,8 @@ from .selection import ExpertConfig, RouterConfig
 class SharedExperts(nn.Module):
     """Feed-forward layer that is sharded over the tensor group. It does not communicate.
 
-    Its input is the gathered activation, and its output is this rank's summand of the sum over the tensor group. The
+    Its input is the gathered activation, and its output is this rank's summand of the sum over the tensor group. With
+    products of a mode, both are in the mode's residual layout, and the products communicate. The
     submodules are `gate_proj` (only for gated activations), `up_proj` and `down_proj`.
 
     Args:
@@ -35,6 +37,7 @@ class SharedExperts(nn.Module):
         config: Options of the routed experts, of which `activation` and `interleaved` are used.
         axes: Axes of the tensor group.
         grid: Coordinates of this rank.
+        products: Matmuls into and out of the features of the layer; default: those of one device.
         init: Init rule of the weights; default: torch.nn.Linear's, uniform in +-1/sqrt(inputs).
     """
 
@@ -46,6 +49,7 @@ class SharedExperts(nn.Module):
         config: ExpertConfig,
         axes: Axes,
         grid: Grid,
+        products: tuple[ParallelMatmul, ParallelMatmul] = (local_product, local_product),
         init: Init | None = None,
     ) -> None:
         super().__init__()
@@ -53,18 +57,27 @@ class SharedExperts(nn.Module):
         self.activation = activation_of(config.activation, interleaved=config.interleaved)
         self._is_swiglu, self._interleaved = config.activation == "swiglu", config.interleaved
         outside, inside = ActivationLayout(), ActivationLayout(features=axes)
-        linear = partial(ParallelLinear, bias=False, product=local_product, grid=grid, init=init)
+        into, out_of = products
+        linear = partial(ParallelLinear, bias=False, grid=grid, init=init)
         column = partial(
-            linear, [Rows(length=intermediate_size, axes=axes)], hidden_size, cut=WeightSharding(rows=axes)
+            linear,
+            [Rows(length=intermediate_size, axes=axes)],
+            hidden_size,
+            cut=WeightSharding(rows=axes),
+            product=into,
         )
         if self.activation.gated:
             self.gate_proj = column(takes=outside, out=inside)
         self.up_proj = column(takes=outside, out=inside)
         row = WeightSharding(columns=axes)
-        self.down_proj = linear([Rows(length=hidden_size)], intermediate_size, cut=row, takes=inside, out=outside)
+        rows = [Rows(length=hidden_size)]
+        self.down_proj = linear(rows, intermediate_size, cut=row, takes=inside, out=outside, product=out_of)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return this rank's summand of the sum over the tensor group, [..., h], for tokens [..., h]."""
+        """Return this rank's summand of the sum over the tensor group, [..., h], for tokens [..., h].
+
+        With products of a mode, it is the sum.
+        """
         inner = self.up_proj(x)
         if self._is_swiglu:
             inner = functional.silu(self.gate_proj(x)) * inner
@@ -145,7 +158,8 @@ class MoE(nn.Module):
         routing = self.gate(routed, counted, sequences=entrance.sequences(x))
         gates, most = entrance.factors(routing.gates), entrance.most_tokens(x)
         try:
-            handle = self._dispatcher.dispatch(entering, routing.ids, gates, tokens=most, priorities=routing.priorities)
+            ids, priorities = entrance.sent(routing.ids), entrance.sent(routing.priorities)
+            handle = self._dispatcher.dispatch(entering, ids, gates, tokens=most, priorities=priorities)
         except ValueError as error:
             # Ids out of range come from a router, so the message names the one that produced them.
             raise ValueError(f"{self.gate.title}: {error}") from None
@@ -171,7 +185,7 @@ class MoE(nn.Module):
             parts: Tensor = self.shared_experts(entering)
             return parts if gate is None else parts * entrance.factors(gate(routed).sigmoid())
         full = entrance.reduce(self.shared_experts(entrance.gather(x)))
-        return full if gate is None else full * gate(x).sigmoid()
+        return full if gate is None else entrance.weigh(full, gate, x, routed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +250,7 @@ def make_moe(
         )
     # With one rank on `expert_tensor`, a rank holds full experts, and each token enters on one tensor rank. With more,
     # every expert is sharded over the tensor group, and each token enters on all its ranks.
-    entrance = Entrance(
+    entrance = (Entrance if rules.expert_lanes is None else LaneEntrance)(
         group=grid.group(axes) if axes else None,
         sequence=bool(residual.sequence),
         whole=experts_grid.size(("expert_tensor",)) == 1,
@@ -251,15 +265,19 @@ def make_moe(
     # ranks differ in which parameters they use.
     exchanges = grid.groups is not None and experts_grid.size(("expert_parallel",)) > 1
     private = grid.groups.channels("expert_parallel", 1)[0] if grid.groups is not None and exchanges else None
-    make_experts = LaneExperts if rules.experts_in_lanes else Experts
+    make_experts = Experts if rules.expert_lanes is None else partial(LaneExperts, lanes=rules.expert_lanes)
+    products = (local_product, local_product)
+    if rules.lanes.in_layers:
+        products = (rules.column_product, rules.row_product)
     shared, shared_gate = None, None
     if num_shared_experts:
         features = num_shared_experts * intermediate_size
-        shared = SharedExperts(hidden_size, features, config=expert, axes=axes, grid=grid, init=init)
+        check_lanes(features, rules.lanes, "the number of features of all shared experts")
+        shared = SharedExperts(hidden_size, features, config=expert, axes=axes, grid=grid, products=products, init=init)
     if shared_expert_gate:
         # Then each tensor rank computes the gate for its own tokens only.
-        partial = axes if entrance.sequence and entrance.cuts_tokens else ()
-        shared_gate = gate_of_shared(hidden_size, partial, grid, init)
+        sum_over = axes if entrance.sequence and entrance.cuts_tokens else ()
+        shared_gate = gate_of_shared(hidden_size, sum_over, grid, init)
     return MoE(
         Router(
             hidden_size,
@@ -273,7 +291,7 @@ def make_moe(
         ),
         make_experts(num_experts, hidden_size, intermediate_size, config=expert, grid=experts_grid, init=init),
         TokenDispatcher(
-            num_experts, private, capacity_factor=options.capacity_factor, by_source=rules.experts_in_lanes
+            num_experts, private, capacity_factor=options.capacity_factor, by_source=rules.expert_lanes is not None
         ),
         entrance,
         shared,

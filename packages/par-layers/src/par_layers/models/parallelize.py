@@ -112,7 +112,7 @@ def parallelize(
             check_prompts(model)
             check_whole(inner)
             in_parts = layers.rules.lanes.in_layers
-            ways = {"shares_inputs": not in_parts, "experts_in_lanes": layers.rules.experts_in_lanes}
+            ways = {"shares_inputs": not in_parts, "expert_lanes": layers.rules.expert_lanes}
             found = survey(inner, plan, grid, sequence=bool(layers.rules.residual.sequence), **ways)
             if in_parts:
                 found = in_lanes(found, dict(inner.named_modules(remove_duplicate=False)), layers.rules.lanes)
@@ -213,7 +213,8 @@ def _again(model: nn.Module, before: Parallelization, layers: LayerSet, plan: st
             raise ValueError(
                 f"parameter {name!r} was added after this model was sharded; make a new model with it, and shard that"
             )
-    if resolve(model, plan, experts=deals_experts(layers.grid) or layers.rules.experts_in_lanes).rules != before.plan:
+    experts = deals_experts(layers.grid) or layers.rules.expert_lanes is not None
+    if resolve(model, plan, experts=experts).rules != before.plan:
         raise ValueError("this model was cut by another plan, which parallelization_of(model).plan has; make it anew")
     return before.digest
 

@@ -90,7 +90,7 @@ class ModeRules:
         token_parameters: Norms and look-ups.
         lanes: Numbers of parts of which each sum over tensor and sequence ranks consists. Sharded features must divide
             by 32 times the tensor lanes, if there are several.
-        experts_in_lanes: Whether experts compute the rows of each lane alone.
+        expert_lanes: Numbers of lanes, if experts compute the rows of each lane alone; else None.
     """
 
     residual: ActivationLayout = field(default_factory=ActivationLayout)
@@ -108,4 +108,4 @@ class ModeRules:
     of_runs: Callable[[Any, tuple[int, ...]], ParallelMatmul] = _as_one_run
     token_parameters: TokenParameters = field(default_factory=TokenParameters)
     lanes: LaneCounts = field(default_factory=partial(LaneCounts, data=1))
-    experts_in_lanes: bool = False
+    expert_lanes: LaneCounts | None = None

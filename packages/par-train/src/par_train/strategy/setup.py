@@ -142,7 +142,7 @@ class Setup:
         """
         if self.groups.size("tensor") > 1 or self.deals_experts or self.layers.rules.lanes.in_layers:
             return True
-        return self.layers.rules.experts_in_lanes and deals_packed_experts(model, plan)
+        return self.layers.rules.expert_lanes is not None and deals_packed_experts(model, plan)
 
     def private_group(self, axes: Axes) -> dist.ProcessGroup | None:
         """Make another communicator over `axes` that nothing else uses and that ends with the strategy. Collective.

@@ -27,13 +27,15 @@ def in_lanes(found: Survey, modules: dict[str, nn.Module], lanes: LaneCounts) ->
     Raises:
         ValueError: A rule or a module has no form in lanes, or a size does not divide into them.
     """
-    if found.experts:
+    if found.experts and lanes.sequence > 1:
         raise ValueError(
-            f"{next(iter(found.experts))!r} has experts, which have no products in lanes so far; use one tensor lane "
-            "with numerics='canonical'"
+            f"{next(iter(found.experts))!r} has experts, which have no products in sequence lanes; use one sequence "
+            "lane with numerics='canonical'"
         )
     for name, style in found.rules.items():
         if name in found.wrappers:  # the linear inside and those of the adapters have rules of their own
+            continue
+        if isinstance(style, ExpertParallel) and (name in found.experts or parent(name) in found.experts):
             continue
         known = isinstance(style, (ColumnParallel, RowParallel, Replicated, PartialGradient, EmbeddingParallel))
         if not known or name not in modules or (isinstance(style, EmbeddingParallel) and style.features):

@@ -21,7 +21,8 @@ class DealtForward:
     """Forward that sends tokens to the ranks of their experts, computes this rank's experts, and returns the sums.
 
     The ranks of a tensor group hold the same tokens. If a rank holds full experts, each rank of the tensor group sends
-    its part of the tokens. If the group shards experts, each rank sends all tokens, and outputs are partial sums.
+    its part of the tokens. If the group shards experts, each rank sends all tokens, and outputs are partial sums, but
+    for experts in lanes.
 
     Args:
         module: Module whose parameters are this rank's part.
@@ -74,20 +75,23 @@ class DealtForward:
         x, gates, tokens = hidden_states, top_k_weights, len(hidden_states)
         group = self.grid.group(self.axes) if self.axes else None
         is_whole = self.grid.size(("expert_tensor",)) == 1
+        in_lanes = isinstance(self.experts, LaneExperts)  # whose outputs and gradients are complete
         ids = top_k_index if self.block is None else self.block.confirmed(top_k_index)
         # An id beyond the last expert makes the dispatch raise on every rank, with the name of the rank that has NaN.
         ids = ids.masked_fill(gates.detach().isnan(), self.experts.num_experts)
         if group is not None and is_whole:
             x, ids, gates = cut_rows(x, group), cut_rows(ids, group), cut_rows(gates, group)
-        elif group is not None:
+        elif group is not None and not in_lanes:
             x, gates = copy_to(x, group), copy_to(gates, group)
         try:
             handle = self.dispatcher.dispatch(x, ids, gates)
         except ValueError as error:
             raise ValueError(f"{self.name!r}: {error}{_OTHERS if in_backward() else ''}") from None
         y = handle.combine(self._computed(*handle.wait()))
-        if group is not None:
-            y = join_rows(y, tokens, group) if is_whole else reduce_from(y, group)
+        if group is not None and is_whole:
+            y = join_rows(y, tokens, group)
+        elif group is not None and not in_lanes:
+            y = reduce_from(y, group)
         return y
 
     def _computed(self, rows: Tensor, gates: Tensor, counts: Tensor) -> Tensor:

@@ -1,10 +1,13 @@
 """Conversion of a module with packed expert weights to this package's experts, with this rank's shapes."""
 
 import sys
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
+
+from par_groups import LaneCounts
 
 from ...experts.experts import Experts
 from ...experts.lanes import LaneExperts
@@ -16,14 +19,14 @@ FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_e
 """Attributes by which Hugging Face Transformers describes a module of packed experts."""
 
 
-def experts_like(module: nn.Module, grid: Grid, name: str, *, in_lanes: bool = False) -> Experts:
+def experts_like(module: nn.Module, grid: Grid, name: str, *, lanes: LaneCounts | None = None) -> Experts:
     """Return `Experts` equivalent to a module's packed experts, with this rank's shapes on the meta device.
 
     Args:
         module: Packed experts of Transformers 5: all experts, or this rank's experts after sharding.
         grid: This rank's coordinates, in the view "experts".
         name: Name of the module, for messages.
-        in_lanes: Whether they compute the rows of each lane alone.
+        lanes: Numbers of lanes over all ranks, if they compute the rows of each lane alone; else None.
 
     Raises:
         TypeError: The module has no packed experts of Transformers 5.
@@ -54,7 +57,7 @@ def experts_like(module: nn.Module, grid: Grid, name: str, *, in_lanes: bool = F
             f"{name!r} has a norm after each expert, which needs full outputs: an expert cannot be sharded over "
             f"{grid.size(('expert_tensor',))} ranks; use expert=dict(size=..., tensor=1)"
         )
-    if in_lanes and inside.has_post_expert_norm and grid.size(("expert_parallel",)) > 1:
+    if lanes is not None and inside.has_post_expert_norm and grid.size(("expert_parallel",)) > 1:
         raise ValueError(
             f"{name!r} has a norm after each expert, whose gradient is a sum over the rows of several lanes; use "
             "expert=1 with numerics='canonical'"
@@ -62,8 +65,9 @@ def experts_like(module: nn.Module, grid: Grid, name: str, *, in_lanes: bool = F
     experts, *features = getattr(inside, first).shape
     # A transposed weight is [E, in, out]; torch's own layout is [E, out, in].
     hidden, wide = features if inside.is_transposed else reversed(features)
+    make = Experts if lanes is None else partial(LaneExperts, lanes=lanes)
     try:
-        return (LaneExperts if in_lanes else Experts)(
+        return make(
             experts,
             hidden,
             wide // 2 if inside.has_gate else wide,

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from par_groups import Topology, axis_size
+from par_groups import LaneCounts, Topology, axis_size
 
 from ...experts.experts import Experts
 from ...modes.grid import EXPERTS, Axes, Grid
@@ -150,7 +150,7 @@ def survey(
     *,
     sequence: bool,
     shares_inputs: bool = True,
-    experts_in_lanes: bool = False,
+    expert_lanes: LaneCounts | None = None,
 ) -> Survey:
     """Return the effect of a plan on a model.
 
@@ -160,16 +160,16 @@ def survey(
         grid: This rank's coordinates.
         sequence: Whether activations between the layers are split along the sequence.
         shares_inputs: Whether the Columns of a region share one sum of their input gradients.
-        experts_in_lanes: Whether experts compute the rows of each lane alone, also on one rank.
+        expert_lanes: Numbers of lanes, if experts compute the rows of each lane alone, also on one rank; else None.
 
     Raises:
         ValueError: A rule is wrong, or a size does not divide.
         TypeError: The model has no plan, a rule does not fit its module, or the sequence cannot be split.
     """
-    resolved = resolve(model, plan, experts=deals_experts(grid) or experts_in_lanes)
+    resolved = resolve(model, plan, experts=deals_experts(grid) or expert_lanes is not None)
     if isinstance(plan, str) and tensor_axes(grid):
         warn_if_layers_stay_full(model, resolved)
-    more = {"shares_inputs": shares_inputs, "experts_in_lanes": experts_in_lanes}
+    more = {"shares_inputs": shares_inputs, "expert_lanes": expert_lanes}
     return _Surveyor(model, resolved, grid, sequence=sequence, **more).survey()
 
 
@@ -182,7 +182,7 @@ class _Surveyor:
         grid: This rank's coordinates.
         sequence: Whether activations between the layers are split along the sequence.
         shares_inputs: Whether the Columns of a region share one sum of their input gradients.
-        experts_in_lanes: Whether experts compute the rows of each lane alone.
+        expert_lanes: Numbers of lanes, if experts compute the rows of each lane alone; else None.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class _Surveyor:
         *,
         sequence: bool,
         shares_inputs: bool = True,
-        experts_in_lanes: bool = False,
+        expert_lanes: LaneCounts | None = None,
     ) -> None:
         self.model, self.rules, self.resolved = model, dict(resolved.rules), resolved
         self.grid, self.axes, self.sequence = grid, tensor_axes(grid), sequence
@@ -202,7 +202,7 @@ class _Surveyor:
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.wrappers = wrappers_of(self.modules, self.rules)
         self.experts = {
-            name: experts_like(self.modules[name], grid.seen_as(EXPERTS), name, in_lanes=experts_in_lanes)
+            name: experts_like(self.modules[name], grid.seen_as(EXPERTS), name, lanes=expert_lanes)
             for name, style in self.rules.items()
             if name in self.modules and (isinstance(style, ExpertParallel) or self._is_like_dealt(name, style))
         }
