@@ -5,8 +5,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_groups import ProcessGroups, Topology
+from par_groups import ProcessGroups, Topology, tree
 from par_layers import initialize, layer_set
+from par_layers.modes.lanes import sum_of_lanes, sums_on
 from par_testing import accelerator_type
 
 DEVICE = accelerator_type()
@@ -39,3 +40,19 @@ def test_two_ranks_may_share_a_gpu_over_gloo():
         found = loss_and_gradients(groups, DEVICE)
     # Products are summed up in another order on a GPU; fp32, sums of 256 numbers at most.
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="the kernel is written in Triton")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_lanes_in_one_kernel_have_the_same_bits_for_every_division(dtype):
+    kernel, generator = sums_on(torch.device(DEVICE)), torch.Generator().manual_seed(0)
+    assert kernel is not sum_of_lanes
+    for rows, columns, features in ((1, 32, 32), (70, 65, 40), (300, 512, 256)):
+        x, weight = (torch.randn(size, 8 * features, generator=generator).to(DEVICE, dtype) for size in (rows, columns))
+        found, eps = kernel(x, weight, 8), torch.finfo(dtype).eps
+        torch.testing.assert_close(found, sum_of_lanes(x, weight, 8), rtol=8 * eps, atol=64 * eps * features**0.5)
+        assert torch.equal(kernel(x[rows // 2 :], weight, 8), found[rows // 2 :])
+        assert torch.equal(kernel(x, weight[columns // 2 :], 8), found[:, columns // 2 :])
+        for ranks in (2, 4, 8):
+            parts = zip(x.chunk(ranks, 1), weight.chunk(ranks, 1), strict=True)
+            assert torch.equal(tree([kernel(*each, 8 // ranks) for each in parts]), found)

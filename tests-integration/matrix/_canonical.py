@@ -43,6 +43,8 @@ LANES = LaneCounts(data=8)
 LAYER_LANES = LaneCounts(data=8, tensor=4, sequence=4)
 """The same, and four blocks of each sharded weight and of each sequence, also on ranks that have all of them."""
 
+TENSOR_LANES = LaneCounts(data=8, tensor=4)
+
 IN_THREES = replace(LAYER_LANES, data=12)
 """The same for three data ranks."""
 
@@ -62,15 +64,15 @@ def must_run(case: Case) -> bool:
     parallel = case.options["parallel"]
     is_exact = set(parallel).issubset(SO_FAR) and parallel.get("tensor", {"mode": "1d"})["mode"] == "1d"
     is_exact = is_exact and parallel.get("sequence", {"mode": "gather"})["mode"] == "gather"
-    one_lane = {"Packed": ("tensor",), "Mixture": ("tensor", "sequence")}.get(case.model, ())
+    one_lane = {"Packed": ("tensor",), "Mixture": ("sequence",)}.get(case.model, ())
     return is_exact and parallel.keys().isdisjoint(one_lane) and not case.muon
 
 
 def lanes_of(case: Case) -> LaneCounts:
-    """Return the lanes of a configuration: tensor lanes do not divide the packed model, and experts have none."""
+    """Return the lanes of a configuration: tensor lanes do not divide the packed model, sequence lanes no experts."""
     if case.options["parallel"]["data"] == 3:
         return IN_THREES
-    return {"Packed": LaneCounts(data=8, sequence=4), "Mixture": LANES}.get(case.model, LAYER_LANES)
+    return {"Packed": LaneCounts(data=8, sequence=4), "Mixture": TENSOR_LANES}.get(case.model, LAYER_LANES)
 
 
 def fingerprint(digest: Digest, curve: Curve) -> str:

@@ -113,13 +113,13 @@ def tolerance(precision: str, rounding: float = 0.0) -> tuple[float, float]:
 class Mixed(nn.Module):
     """A block, and a mixture of experts on a normed copy of what it gives."""
 
-    def __init__(self, layers: LayerSet, block: nn.Module) -> None:
+    def __init__(self, layers: LayerSet, block: nn.Module, width: int) -> None:
         super().__init__()
-        self.block, self.norm = block, layers.LayerNorm(WIDTH)
+        self.block, self.norm = block, layers.LayerNorm(width)
         balance = LoadBalancing(aux_loss_coef=0.01, scope="sequence")
         self.mixture = layers.MoE(
-            WIDTH,
-            WIDTH,
+            width,
+            width,
             4,
             2,
             num_shared_experts=1,
@@ -141,7 +141,7 @@ def gpt(
     parts = GPT(layers, sizes.vocabulary, sizes.width, sizes.width // sizes.head, blocks, CONTEXT, tied=tied)
     first = OrderedDict(tokens=parts.tokens, positions=parts.positions)
     last = OrderedDict(norm=parts.norm, head=parts.head)
-    between = [Mixed(layers, block) for block in parts.blocks] if experts else parts.blocks
+    between = [Mixed(layers, block, sizes.width) for block in parts.blocks] if experts else parts.blocks
     return nn.Sequential(nn.Sequential(first), *between, nn.Sequential(last))
 
 

@@ -24,7 +24,7 @@ COVER = [
     (case(tensor="SP2"), "bf16"),
     (case(2, "1f1b", "TP2", zero=1, recompute="layers:2"), "fp32"),
     (case(sequence="Gather2"), "fp32"),
-    (case(expert="EP2", zero=3, model="Mixture"), "fp32"),
+    (case(tensor="SP2", expert="EP2 folded", zero=1, model="Mixture"), "fp32"),
 ]
 FURTHER = [
     *(case(4, zero=stage) for stage in (0, 1, 2, 3)),
@@ -43,6 +43,9 @@ FURTHER = [
     *(case(model="Llama"), case(2, zero=3, model="Llama"), case(pipeline="zb_h1", model="Llama")),
     *(case(tensor=name, model="Llama") for name in ("TP4", "SP4")),
     *(case(expert=name, zero=zero, model="Mixture") for name in ("EP2", "EP4") for zero in (0, 2)),
+    *(case(tensor="TP2", expert=name, zero=3, model="Mixture") for name in ("EP2", "EP2 folded")),
+    *(case(tensor="SP4", expert="EP4 folded", model="Mixture"), case(tensor="TP2", model="Mixture")),
+    case(pipeline="zb_h1", tensor="TP2", expert="EP2", model="Mixture"),
     *(case(tied=True, model="Llama"), case(pipeline="zb_v", tied=True, model="Llama")),
 ]
 """Configurations that need no row with tolerances, because others have the same sums in the same order."""

@@ -178,7 +178,7 @@ def test_layers_of_sizes_without_lanes_raise():
         layers.VocabClassifier(128, 100)
     with pytest.raises(ValueError, match=r"heads have 4 features: with tensor lanes, .* use 8"):
         layers.ColumnLinear(128, 384, blocks=3, unit=4)
-    with pytest.raises(ValueError, match="experts have 130 intermediate features, .* use 132, or fewer"):
+    with pytest.raises(ValueError, match=r"experts have 130 intermediate features, .* use 132, or fewer"):
         layers.MoE(128, 130, num_experts=4, top_k=2)
     with pytest.raises(ValueError, match="the layers have 2 sequence lanes, and experts have no products in these"):
         layer_set(None, lanes=LaneCounts(data=4, sequence=2)).MoE(128, 128, num_experts=4, top_k=2)

@@ -10,6 +10,7 @@ weights are exact sums over them.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -300,12 +301,8 @@ class _LaneRowMatmul(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, product: LaneRow, hook: WeightGradHook | None) -> Tensor:
         ctx.product, ctx.hook = product, hook
         save_operands(ctx, x, weight)
-        blocks = _columns(weight, product.lanes)
-        sums = [
-            tree([part.mm(block.t()) for part, block in zip(_columns(rows, product.lanes), blocks, strict=True)])
-            for rows in product.rows.blocks(x)
-        ]
-        return product.rows.join(sums, x)
+        sums = sums_on(x.device)
+        return product.rows.join([sums(rows, weight, product.lanes) for rows in product.rows.blocks(x)], x)
 
     @staticmethod
     @once_differentiable
@@ -411,6 +408,27 @@ def check_head(features: int, lanes: LaneCounts) -> None:
             f"heads have {features} features: with tensor lanes, attention needs heads of a multiple of {HEAD} "
             f"features; use {-(-features // HEAD) * HEAD}"
         )
+
+
+def sums_on(device: torch.device) -> Callable[[Tensor, Tensor, int], Tensor]:
+    """Return the function for sums of lanes on a device: a Triton kernel on a GPU if possible, else `sum_of_lanes`."""
+    if device.type == "cuda" and find_spec("triton"):
+        from . import lane_kernel  # noqa: PLC0415 - it imports Triton
+
+        return lane_kernel.sum_of_lanes
+    return sum_of_lanes
+
+
+def sum_of_lanes(x: Tensor, weight: Tensor, lanes: int) -> Tensor:
+    """Return the tree of the products of lanes of features.
+
+    Args:
+        x: Rows [M, K].
+        weight: Weight [N, K].
+        lanes: Number of lanes of K.
+    """
+    pairs = zip(_columns(x, lanes), _columns(weight, lanes), strict=True)
+    return tree([part.mm(block.t()) for part, block in pairs])
 
 
 def _columns(x: Tensor, lanes: int) -> list[Tensor]:
