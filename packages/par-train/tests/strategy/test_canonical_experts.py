@@ -197,7 +197,7 @@ def test_experts_without_a_form_in_lanes_are_refused(counts, message):
 def test_rows_of_one_lane_on_several_ranks_are_refused():
     parallel = TENSOR[4] | WHOLE[2]
     options = {"numerics": "canonical", "lanes": TENSOR_LANES}
-    message = r"in 2 parts, and 4 tensor ranks split the tokens of a lane, .* use a multiple of 4 parts"
+    message = r"expert=2 with tensor=1 and 4 tensor ranks: .* use a multiple of 4 with"
     model = wide_qwen(None)
     with Strategy(parallel=parallel, **options) as strategy, pytest.raises(ValueError, match=message):
         strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -199,12 +199,12 @@ class LaneEntrance(Entrance):
 
     @property
     def cuts_tokens(self) -> bool:
-        """False: each token reaches the router on all ranks of the tensor group."""
+        """Return False: each token reaches the router on all ranks of the tensor group."""
         return False
 
     @property
     def sums_parts(self) -> bool:
-        """False: outputs are complete."""
+        """Return False: outputs are complete."""
         return False
 
     def most_tokens(self, x: Tensor) -> int:

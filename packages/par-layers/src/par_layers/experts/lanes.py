@@ -58,9 +58,8 @@ class FeatureLanes:
         sources = tensor if grid.size((FEATURES,)) == 1 else 1
         if parts % sources:
             raise ValueError(
-                f"the experts are in {parts} parts, and {tensor} tensor ranks split the tokens of a lane, so that "
-                "several ranks would have a part of an expert's rows; use a multiple of "
-                f"{tensor} parts with numerics='canonical', or shard each expert: expert={parts}"
+                f"expert={parts} with tensor=1 and {tensor} tensor ranks: several ranks would have a part of a lane's "
+                f"rows; use a multiple of {tensor} with numerics='canonical', or leave tensor=1 out"
             )
         return cls(lanes.tensor // grid.size((FEATURES,)), grid, sources)
 
@@ -72,14 +71,16 @@ class FeatureLanes:
         """Return the part of a lane along the features, contiguous: it has a part of each run, such as gate and up."""
         if self.here == 1:
             return x
+        pieces: Tensor = x.unflatten(dim, (runs, self.here, -1))
         # A library may choose another kernel for another stride, so that blocks are copied.
-        return x.unflatten(dim, (runs, self.here, -1)).select(dim + 1, lane).flatten(dim, dim + 1).contiguous()
+        return pieces.select(dim + 1, lane).flatten(dim, dim + 1).contiguous()
 
     def join(self, parts: list[Tensor], dim: int, runs: int) -> Tensor:
         """Return what has these parts, one of each lane."""
         if self.here == 1:
             return parts[0]
-        return torch.stack([part.unflatten(dim, (runs, -1)) for part in parts], dim + 1).flatten(dim, dim + 2)
+        lanes = [part.unflatten(dim, (runs, -1)) for part in parts]
+        return torch.stack(lanes, dim + 1).flatten(dim, dim + 2)
 
     def start_sum(self, x: Tensor) -> Callable[[], Tensor]:
         """Start to continue the tree of this rank's lanes over the ranks that shard each expert."""

@@ -266,14 +266,14 @@ def make_moe(
     exchanges = grid.groups is not None and experts_grid.size(("expert_parallel",)) > 1
     private = grid.groups.channels("expert_parallel", 1)[0] if grid.groups is not None and exchanges else None
     make_experts = Experts if rules.expert_lanes is None else partial(LaneExperts, lanes=rules.expert_lanes)
-    products = (local_product, local_product)
+    matmuls: tuple[ParallelMatmul, ParallelMatmul] = (local_product, local_product)
     if rules.lanes.in_layers:
-        products = (rules.column_product, rules.row_product)
+        matmuls = (rules.column_product, rules.row_product)
     shared, shared_gate = None, None
     if num_shared_experts:
         features = num_shared_experts * intermediate_size
         check_lanes(features, rules.lanes, "the number of features of all shared experts")
-        shared = SharedExperts(hidden_size, features, config=expert, axes=axes, grid=grid, products=products, init=init)
+        shared = SharedExperts(hidden_size, features, config=expert, axes=axes, grid=grid, products=matmuls, init=init)
     if shared_expert_gate:
         # Then each tensor rank computes the gate for its own tokens only.
         sum_over = axes if entrance.sequence and entrance.cuts_tokens else ()

@@ -93,7 +93,7 @@ def parallelize(
         loss = model(input_ids=ids, labels=ids).loss
     """
     layers = groups if isinstance(groups, LayerSet) else layer_set("auto", groups)
-    grid = layers.grid
+    grid, rules = layers.grid, layers.rules
     inner = base_model(model)
     problem: Exception | None = None
     found: Survey | None = None
@@ -103,19 +103,18 @@ def parallelize(
             raise ValueError(
                 f"mode {layers.mode!r} splits activations that this model's code needs in full; use mode='1d'"
             )
-        if layers.rules.residual.context:
-            _check_context(inner, grid.size(layers.rules.residual.context))
+        if rules.residual.context:
+            _check_context(inner, grid.size(rules.residual.context))
         if logits not in ("auto", "full", "sharded"):
             raise ValueError(f"logits={logits!r}: unknown layout; pass 'auto', 'full' or 'sharded'")
         before = parallelization_of(inner)
         if before is None:
             check_prompts(model)
             check_whole(inner)
-            in_parts = layers.rules.lanes.in_layers
-            ways = {"shares_inputs": not in_parts, "expert_lanes": layers.rules.expert_lanes}
-            found = survey(inner, plan, grid, sequence=bool(layers.rules.residual.sequence), **ways)
-            if in_parts:
-                found = in_lanes(found, dict(inner.named_modules(remove_duplicate=False)), layers.rules.lanes)
+            ways: dict[str, Any] = {"shares_inputs": not rules.lanes.in_layers, "expert_lanes": rules.expert_lanes}
+            found = survey(inner, plan, grid, sequence=bool(rules.residual.sequence), **ways)
+            if rules.lanes.in_layers:
+                found = in_lanes(found, dict(inner.named_modules(remove_duplicate=False)), rules.lanes)
             digest = _digest(inner, found, logits)
         else:
             digest = _again(inner, before, layers, plan, logits)

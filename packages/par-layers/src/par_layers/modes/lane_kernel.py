@@ -51,7 +51,7 @@ def _sum_of_lanes(x, weight, y, rows, columns, features, row_stride, feature_str
 
 @triton.jit
 def _subtree(left, right, in_rows, in_columns, features, stride, FIRST: tl.constexpr, LANES: tl.constexpr):
-    """The sum of adjacent lanes: the halves are added first, and rounded, as ranks that hold one half each do."""
+    """Return the sum of adjacent lanes: each half is added up and rounded first, as on ranks that hold one half."""
     if LANES == 1:
         return _lane(left, right, in_rows, in_columns, features, stride, FIRST)
     HALF: tl.constexpr = LANES // 2
@@ -62,7 +62,7 @@ def _subtree(left, right, in_rows, in_columns, features, stride, FIRST: tl.const
 
 @triton.jit
 def _lane(left, right, in_rows, in_columns, features, stride, FIRST: tl.constexpr):
-    """The product of one lane, added up in fp32 from its first feature to its last."""
+    """Return the product of one lane, added up in fp32 from its first feature to its last."""
     total = tl.zeros((_ROWS, _COLUMNS), dtype=tl.float32)
     for begin in range(0, features, _FEATURES):
         place = begin + tl.arange(0, _FEATURES)

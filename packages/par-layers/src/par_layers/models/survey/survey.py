@@ -169,7 +169,7 @@ def survey(
     resolved = resolve(model, plan, experts=deals_experts(grid) or expert_lanes is not None)
     if isinstance(plan, str) and tensor_axes(grid):
         warn_if_layers_stay_full(model, resolved)
-    more = {"shares_inputs": shares_inputs, "expert_lanes": expert_lanes}
+    more: dict[str, Any] = {"shares_inputs": shares_inputs, "expert_lanes": expert_lanes}
     return _Surveyor(model, resolved, grid, sequence=sequence, **more).survey()
 
 
