@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 import par_checkpoint
 from par_checkpoint.transfer import snapshot as _snapshot
 from par_precision import mixed
+from par_testing import storm
 from par_zero import shard
 
 pytest.importorskip("safetensors")
@@ -44,7 +45,7 @@ def files(path):
     return {str(each.relative_to(path)): each.read_bytes() for each in path.rglob("*") if each.is_file()}
 
 
-@pytest.mark.parametrize("precision", [False, True])
+@pytest.mark.parametrize("precision", [storm(False), True])
 @pytest.mark.ranks(2, timeout=120)
 def test_what_is_saved_in_the_background_is_of_the_call(precision, tmp_path):
     finish = _snapshot.Snapshot.finish

@@ -152,7 +152,7 @@ def compare(options: dict[str, Any], backend: str = "aot_eager", steps: int = 10
 TESTED = (
     ("data parallel", 3, "bf16"),
     storm(("data parallel", 3, "bf16-amp")),
-    ("tensor parallel 1d", 3, "fp32"),
+    storm(("tensor parallel 1d", 3, "fp32")),
     storm(("pipeline, 1F1B", 3, "bf16")),
     storm(("data parallel", 0, "fp16-amp")),
     storm(("1d, sequence parallel", 0, "fp32")),
@@ -185,6 +185,7 @@ def test_inductor_blocks_equal_eager_within_rounding():
     assert found.distance < 1e-6
 
 
+@pytest.mark.storm
 @for_each(stage=(1, 3))
 @pytest.mark.ranks(2)
 def test_checkpoint_of_wrapped_blocks_loads_into_eager_blocks(stage, tmp_path):

@@ -8,7 +8,7 @@ from torch import nn
 from par_groups import ProcessGroups, Topology, check_owned, segments_of, sharding_of
 from par_layers import initialize, layer_set
 from par_pipeline import Pipeline, Shared, one_f_one_b, zb_h1, zb_v
-from par_testing import assert_equal_to_one_device
+from par_testing import assert_equal_to_one_device, storm
 from par_zero import shard, summon
 
 WIDTH, ROWS, MICROBATCHES = 8, 12, 3
@@ -29,7 +29,7 @@ def data(step, width=WIDTH):
     return [torch.randn(ROWS, 1, width, generator=generator, dtype=torch.float64) for _ in range(2)]
 
 
-@pytest.mark.parametrize("make", [one_f_one_b, pytest.param(zb_h1, marks=pytest.mark.storm), zb_v])
+@pytest.mark.parametrize("make", [one_f_one_b, *map(storm, (zb_h1, zb_v))])
 @pytest.mark.ranks(4, timeout=90)
 def test_tensor_parallel_stages_train_as_on_one_device(make):
     with ProcessGroups(Topology.from_config({"pipeline": 2, "tensor": {"size": 2, "mode": "1d"}}, 4)) as groups:
@@ -69,7 +69,7 @@ class Last(nn.Module):
         return self.head(self.inner(x).tanh())
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.storm), 2])
+@pytest.mark.parametrize("stage", [*map(storm, (0, 1)), 2])
 @pytest.mark.ranks(4, timeout=90)
 def test_tied_embeddings_under_par_zero_train_as_on_one_device_and_count_once(stage):
     with ProcessGroups(Topology.from_config({"pipeline": 2}, 4)) as groups:  # and two data ranks

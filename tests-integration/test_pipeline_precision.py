@@ -95,6 +95,7 @@ def test_float8_weight_gradients_are_computed_in_the_second_half_and_are_the_sam
         assert_split_equals_unsplit(make, lambda n, build=build: build(layer_set(None), n), dist.group.WORLD, moments)
 
 
+@pytest.mark.storm
 @pytest.mark.ranks(4, timeout=90)
 def test_float8_weight_gradients_of_tensor_parallel_layers_are_so_too(monkeypatch):
     moments = counted(monkeypatch)

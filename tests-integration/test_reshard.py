@@ -51,6 +51,7 @@ def staged(ranks):
     return State(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2))
 
 
+@pytest.mark.storm
 @pytest.mark.ranks(4, timeout=120)
 def test_reshard_from_one_to_two_to_four_stages_and_back_keeps_every_bit():
     model = llama(0)
@@ -73,6 +74,7 @@ def sum_of_bytes(state):
     return sum(3 * each.nbytes + 4 for each in state.model.parameters())
 
 
+@pytest.mark.storm
 @pytest.mark.ranks(4, timeout=120)
 def test_reshard_of_stacked_experts_to_checkpoint_names_and_back():
     rank = dist.get_rank()

@@ -9,7 +9,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from par_groups import ProcessGroups, Topology
-from par_testing import assert_equal_to_one_device
+from par_testing import assert_equal_to_one_device, storm
 
 STEPS, BATCH = 5, 12
 
@@ -48,7 +48,7 @@ def share(groups, axes):
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # torch's word on views, at its own output
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp", "fsdp-tensor"])
+@pytest.mark.parametrize("parallel", [storm("ddp"), storm("fsdp"), "fsdp-tensor"])
 def test_torchs_wrappers_on_our_groups_equal_one_device(parallel, device):
     on = rank_device(device)
     whole = train(make_model(on), on)

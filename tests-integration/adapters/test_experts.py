@@ -135,6 +135,7 @@ def loop_alone():
         return looped(accelerate.Accelerator(cpu=True))
 
 
+@pytest.mark.storm
 @pytest.mark.ranks(2, timeout=120)
 def test_accelerate_trains_a_mixture_of_experts():
     expected = once(loop_alone)

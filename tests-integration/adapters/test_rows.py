@@ -82,7 +82,7 @@ def test_trainer_reads_each_row_once_in_any_order_of_calls(tmp_path, sampling):
 
 
 @pytest.mark.ranks(2, timeout=180)
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [storm(0), 1])
 def test_trainer_draws_the_same_batches_in_a_replica(tmp_path, workers):
     class Seeing(ParTrainer):
         def training_step(self, model, inputs, *rest, **more):

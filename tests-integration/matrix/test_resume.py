@@ -55,7 +55,13 @@ def pytest_generate_tests(metafunc):
     if "chain" in metafunc.fixturenames:
         metafunc.parametrize("precision", ["fp32", "bf16", "fp16"] if full else ["fp32"])
         chains = [[*chain, chain[0]] for chain in CHAINS] if full else COVER
-        chains = [pytest.param(each, marks=pytest.mark.ranks(each[0].ranks, timeout=300)) for each in chains]
+        rare = [] if full else [pytest.mark.storm]  # two ranks and four stand for eight, whose world is slow to start
+        chains = [
+            pytest.param(
+                each, marks=[pytest.mark.ranks(each[0].ranks, timeout=300), *(rare if each[0].ranks == 8 else [])]
+            )
+            for each in chains
+        ]
         metafunc.parametrize("chain", chains, ids=[f"{each[0].ranks} ranks" for each in CHAINS])
     else:
         storm = pytest.param("bf16", marks=pytest.mark.storm)
@@ -107,6 +113,7 @@ def undisturbed(extent, device):
     return one_process("fp32", len(TIERED) * extent.part, extent.blocks, device, tied=False)
 
 
+@pytest.mark.storm
 @pytest.mark.ranks(2, timeout=120)
 def test_through_tiers_each_configuration_goes_on_from_the_memory_that_is_left_and_else_from_the_disk(
     extent, device, undisturbed, tmp_path, monkeypatch

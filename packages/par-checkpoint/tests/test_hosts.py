@@ -14,7 +14,7 @@ from par_checkpoint import Format, load, save
 from par_checkpoint.storage.local import LocalSource
 from par_checkpoint.transfer.ranks import Ranks
 from par_groups import set_sharding
-from par_testing import default_device_type
+from par_testing import default_device_type, storm
 
 from .helpers import rectangle
 
@@ -28,7 +28,7 @@ def cut(shape, values):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize("hosts", [storm(1), 2])
 def test_what_is_read_by_ranks_on_one_machine_and_on_two(tmp_path, hosts):
     """Across machines every byte is read once, by one rank, and handed on; on one, ranks share the page cache."""
     torch.manual_seed(0)

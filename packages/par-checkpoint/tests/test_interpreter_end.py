@@ -85,6 +85,7 @@ def ended(tmp_path_factory):
     return folder
 
 
+@pytest.mark.storm
 def test_a_copy_that_waits_is_made_and_saved(ended):
     assert (ended / "copy.err").read_text() == ""
     assert verify(ended / "copy" / "c") == []

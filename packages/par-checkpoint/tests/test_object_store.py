@@ -367,7 +367,7 @@ KILLS = range(1, 60)
 SAMPLE = {"save": (4, 12), "overwrite": (11, 14)}  # the manifest is the 12th and the 11th; 14 requests are the most
 
 
-@pytest.mark.parametrize("mode", ["save", "overwrite"])
+@pytest.mark.parametrize("mode", ["save", storm("overwrite")])
 def test_killed_at_some_requests_of_a_save_the_old_or_the_new_is_whole(store, server, impatient, mode):
     assert killed_at(store, server, mode, SAMPLE[mode]) is None, "it makes as many requests as the sample says"
 

@@ -59,7 +59,7 @@ EXPECTED = {
     "config": ["rank 2 ", "rank 2 has microbatches 3, ranks [0, 1] have 2"],
     "ended": ["rank 2 has ended its run (step 4)", "ranks [0, 1] wait in all_reduce", site("reduces")],
 }
-USUAL = ("missing", "sleeping", "dead", "full_disk")
+USUAL = ("missing", "sleeping", "full_disk")
 
 
 def test_every_fault_has_expected_words():

@@ -266,6 +266,7 @@ staged.apply()
 """
 
 
+@pytest.mark.storm
 def test_process_that_publishes_ends_without_an_abort():
     # A thread in gloo or in the store's client at the end of the interpreter would abort the process.
     ends = ("", "publisher.close()\nreceiver.close()")

@@ -95,7 +95,7 @@ def die(*_, **__):
         ("renames", "ours"),
         ("remote", "ours"),
         ("exchange", "foreign"),
-        ("renames", "foreign"),
+        pytest.param("renames", "foreign", marks=pytest.mark.storm),
         ("remote", "foreign"),
     ],
 )

@@ -25,7 +25,7 @@ from par_checkpoint.storage import local
 from par_checkpoint.storage.local import LocalSource, LocalWriter
 from par_checkpoint.storage.sharing import Sharing
 from par_checkpoint.tiers.saving import PartStaging
-from par_testing import default_device_type
+from par_testing import default_device_type, storm
 
 from ..helpers import policies
 
@@ -304,7 +304,7 @@ def loaded(name, tiers, values, warned, **options):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("verify", ["auto", "full"])
+@pytest.mark.parametrize("verify", ["auto", storm("full")])
 def test_a_wrong_byte_in_a_part_is_read_from_its_copy_and_in_both_from_the_next_tier(tmp_path, verify):
     with saved_on_two_hosts(tmp_path) as (host, tiers, values):
         dist.barrier()

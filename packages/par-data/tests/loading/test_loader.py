@@ -24,6 +24,7 @@ from torch.utils.data import (
 )
 
 from par_data import ShardedDataLoader
+from par_testing import storm
 
 
 class Numbers(Dataset):
@@ -201,8 +202,7 @@ def test_endless_sampler_has_one_epoch():
     assert (loaders[0].epoch, loaders[0].batch_size) == (0, 4)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", ["map", "stream"])
+@pytest.mark.parametrize(("kind", "workers"), [("map", 0), storm("map", 2), ("stream", 0), ("stream", 2)])
 def test_loader_resumes_with_another_num_replicas(kind, workers):
     dataset = Numbers(17) if kind == "map" else Stream(18)  # two workers: 6 + 6 + 3 + 3
     loader = DataLoader(dataset, batch_size=6, num_workers=workers, shuffle=True if kind == "map" else None)

@@ -30,6 +30,7 @@ def test_keep_with_a_wrong_argument_raises(arguments, message):
         keep(**arguments)
 
 
+@pytest.mark.storm
 def test_exit_code_of_a_rank_that_fails_is_the_keepers(tmp_path):
     job = Job(tmp_path, "os._exit(7)", "--ranks=2")
     assert job.end() == [7]

@@ -83,6 +83,7 @@ def test_members_without_a_keeper_raise_an_error():
         Members({})
 
 
+@pytest.mark.storm
 def test_members_die_with_their_keeper_and_stopped_ones_too(tmp_path):
     job = Job(tmp_path, "steps(4000)", "--ranks=2")
     first, second = job.pid_of(0), job.pid_of(1)

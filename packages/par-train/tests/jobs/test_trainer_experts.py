@@ -120,6 +120,7 @@ def test_experts_beside_every_axis_train_as_on_one_device(axes, changes):
     check_trains_as_alone(axes, reference(), **changes)
 
 
+@pytest.mark.storm
 @pytest.mark.ranks(2, timeout=120)
 def test_a_run_goes_on_under_another_expert_parallelism_and_opens_on_one_device(tmp_path):
     _, found = reference()

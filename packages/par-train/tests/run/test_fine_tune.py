@@ -38,6 +38,7 @@ def test_the_example_of_an_adapter_trains_alike_and_peft_opens_it(tiny, tmp_path
         assert any(each.abs().sum() > 0 for name, each in opened.named_parameters() if "lora_B" in name)
 
 
+@pytest.mark.storm
 @pytest.mark.ranks(2, timeout=120)
 def test_the_example_goes_on_under_other_ranks_and_leaves_a_folder_that_opens(tiny, tmp_path):
     program, (model, corpora) = example("fine_tune"), tiny

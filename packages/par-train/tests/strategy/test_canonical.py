@@ -11,7 +11,7 @@ from par_groups import digest_of, on_grid
 from par_precision import ExactSums, convert_to_float8_
 from par_precision.exact.squares import exact_squares, squares_of
 from par_precision.exact.sums import MARGIN
-from par_testing import once
+from par_testing import once, storm
 from par_train import Strategy
 from par_train.strategy.canonical.environment import warn_of_other_bits
 from par_zero import MixedPrecision
@@ -144,7 +144,7 @@ def test_every_schedule_has_the_bits_of_one_device():
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("more", [{"precision": "bf16"}, {"recompute": "layers"}], ids=str)
+@pytest.mark.parametrize("more", [{"precision": "bf16"}, storm({"recompute": "layers"})], ids=str)
 def test_topologies_have_one_digest_with(more):
     found = {str(digest(*cell, **more)[0]) for cell in [({}, 0), ({}, 3), ({"pipeline": 2}, 0, "zb_h1")]}
     assert len(found) == 1

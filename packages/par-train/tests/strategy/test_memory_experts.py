@@ -130,6 +130,7 @@ def check_budgets(parallel, stage, folder, make=uneven, precision="fp32", *, eve
             assert all(each.total(fullest=True) + kept <= device for each, kept in less.held)
 
 
+@pytest.mark.storm
 @for_each(stage=(1, 3))
 @pytest.mark.ranks(2)
 def test_within_a_budget_experts_have_the_bytes_that_were_predicted_and_the_same_bits(stage, tmp_path):

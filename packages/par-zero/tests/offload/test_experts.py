@@ -143,6 +143,7 @@ def most_of(size):
     return max(said)
 
 
+@pytest.mark.storm
 @for_each(case=((1, "host"), (2, "disk"), (3, "disk")), uneven=(False, True))
 @pytest.mark.ranks(2)
 def test_auto_with_experts_fits_every_tier(case, uneven, tmp_path):

@@ -44,6 +44,7 @@ def losses_of(folder):
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.storm
 @pytest.mark.ranks(2, timeout=240)
 @pytest.mark.parametrize("name", [storm("Mixtral"), "Qwen3-MoE"])
 def test_experts_over_ranks_are_fine_tuned_as_copies_and_opened_by_transformers(name, tiny, tmp_path, monkeypatch):
