@@ -52,14 +52,8 @@ ACCELERATOR = (
     "packages/par-precision/tests",
     "packages/par-recompute/tests",
     "packages/par-zero/tests",
-    # In a pass of a new order, a device issues the recorded reductions first, and a CPU does not. So sums under no_sync
-    # have other last bits.
-    "--deselect=packages/par-zero/tests/placement/test_follow.py::test_two_orders_in_turn_are_learned_and_followed",
 )
-"""The tests of `nox -s accelerator`: those of a GPU, and rank tests of five packages that are not marked `cpu`.
-
-The deselected test has found a difference that is open.
-"""
+"""The tests of `nox -s accelerator`: those of a GPU, and rank tests of five packages that are not marked `cpu`."""
 
 PORTABLE = (
     "packages/par-groups/tests/topology",

@@ -206,22 +206,26 @@ def test_looking_ahead_moves_less_with_accumulation_evaluation_and_activations_t
     assert moved["next_use"] < moved["static"] < moved["behind"]
 
 
+@for_each(inflight=(BLOCKS + 1, 2))
 @pytest.mark.ranks(2)
-def test_two_orders_in_turn_are_learned_and_followed():
+def test_two_orders_in_turn_are_learned_and_followed(inflight):
     """A step in another order runs as without a placement; from the fifth on both are followed."""
     room = 36_000
-    plain, its, _ = sharded()
-    module, optimizer, sizes = sharded("next_use", room)
+    # A bound below the number of chunks makes a rank begin some reductions of another order with the gradients of the
+    # first microbatch alone. Those of the second are added to the sum, not to the first ones: it has other last bits.
+    same = assert_same if inflight > BLOCKS else torch.testing.assert_close
+    plain, its, _ = sharded(inflight=inflight)
+    module, optimizer, sizes = sharded("next_use", room, inflight=inflight)
     for step in range(9):
         module.order = plain.order = (0, 1, 2, 3, 4, 5) if step % 2 else (5, 3, 1, 0, 2, 4)
         with count_collectives() as counted:
             losses = run(module, step, microbatches=2)
-        assert losses == run(plain, step, microbatches=2)
+        same(*({"losses": torch.stack(each)} for each in (losses, run(plain, step, microbatches=2))))
         finish(its)
         finish(optimizer)
         if step >= 5:
             assert gathered(counted, sizes) == expected(module, sizes, room, "next_use")
-    assert_same(whole(module), whole(plain))
+    same(whole(module), whole(plain))
 
 
 @pytest.mark.ranks(2)
