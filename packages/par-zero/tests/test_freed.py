@@ -165,7 +165,6 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.cpu(reason="transforms of torch.func")
 @for_each(transform=tuple(TRANSFORMS))
 @pytest.mark.ranks(2)
 def test_a_transform_of_torch_func_raises_or_runs_within_summon(transform):

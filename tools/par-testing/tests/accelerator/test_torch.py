@@ -1,6 +1,7 @@
 """What torch offers on a device works on the strict one, with the CPU's bits."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -219,6 +220,21 @@ def test_compiled_module_has_the_bits_of_the_eager_one():
             gradients.append([parameter.grad for parameter in module.parameters()])
             module.zero_grad()
         assert same(*gradients), model
+
+
+@pytest.mark.accelerator
+def test_transforms_of_torch_func_have_the_values_of_the_cpu():
+    warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of torch.jit.script
+    torch.manual_seed(0)
+    module, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(3, 8)
+    transforms = (
+        lambda module, x: torch.func.jvp(module, (x,), (torch.ones_like(x),))[1],
+        lambda module, x: torch.func.grad(lambda given: module(given).sum())(x),
+        lambda module, x: torch.func.vmap(module)(x),
+    )
+    wanted = [transform(module, x) for transform in transforms]
+    module.to("strict")
+    torch.testing.assert_close([transform(module, x.to("strict")).cpu() for transform in transforms], wanted)
 
 
 @pytest.mark.accelerator

@@ -1,4 +1,4 @@
-"""Operators that torch leaves to the device whole, and how the CPU computes them."""
+"""Operators that torch leaves to the device, and how the CPU computes them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -55,6 +55,8 @@ def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any) -
 OVERRIDES: dict[Any, Callable[..., Any]] = {
     _aten._scaled_dot_product_fused_attention_overrideable: _attention,
     _aten._scaled_dot_product_fused_attention_overrideable_backward: _attention_backward,
+    # A tensor of zeros without memory, which forward-mode differentiation makes. The device needs the memory.
+    _aten._efficientzerotensor: _aten.zeros,
     _aten.convolution_overrideable: _aten.convolution,
     _aten.convolution_backward_overrideable: _convolution_backward,
 }
