@@ -23,11 +23,11 @@ def moments(optimizer):
             state = optimizer.state.get(tensor, {})
             for slot, value in state.items():
                 if slot != SCALARS and value.dim():
-                    found.setdefault(f"{number}.{slot}", []).append(value.detach().clone().reshape(-1))
+                    found.setdefault(f"{number}.{slot}", []).append(value.detach().cpu().clone().reshape(-1))
             alike = {slot: value for slot, value in state.items() if slot != SCALARS and not value.dim()}
             for name in segments_of(tensor).names if state else ():
                 for slot, value in state.get(SCALARS, {name: alike}).get(name, {}).items():
-                    found[f"{slot} of {name}"] = [value.detach().clone().reshape(1)]
+                    found[f"{slot} of {name}"] = [value.detach().cpu().clone().reshape(1)]
     return {name: torch.cat(parts) for name, parts in found.items()}
 
 
