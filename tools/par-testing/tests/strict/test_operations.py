@@ -1,5 +1,6 @@
 """Every operation gives what gloo gives, whenever it completes."""
 
+import gc
 import threading
 from collections import Counter
 
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from par_testing import Strict, count_collectives
+from par_testing import Strict, count_collectives, wait_until
 from par_testing.strict.group import StrictGroup
 from par_testing.strict.player import Player
 
@@ -230,3 +231,19 @@ def test_finalizer_that_waits_where_operations_run_does_not_hang(monkeypatch):
         each.wait()
     assert waited.wait(20)
     assert [x.tolist() for x in values] == [[2, 2], [2, 2, 2]]
+
+
+@pytest.mark.ranks(2, backend="strict")
+def test_operation_runs_without_collection_of_garbage(monkeypatch):
+    # A finalizer there may wait for a later operation of the communicator, which begins when this one has run.
+    collected, note = [], Player.note
+
+    def noted(player, work):
+        collected.append(gc.isenabled())
+        note(player, work)
+
+    monkeypatch.setattr(Player, "note", noted)
+    for _ in range(2):
+        dist.all_reduce(torch.ones(2))
+    wait_until(gc.isenabled)
+    assert collected == [False, False]

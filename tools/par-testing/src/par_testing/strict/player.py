@@ -1,5 +1,6 @@
 """A rank's end of the line to the referee, and what it does when an operation is told to run."""
 
+import gc
 import random
 import threading
 from collections import defaultdict, deque
@@ -154,7 +155,8 @@ class Player:
         self._numbers = 0
         self._works: dict[int, StrictWork] = {}
         self._lanes: defaultdict[str, deque[StrictWork]] = defaultdict(deque)
-        self._lock, self._sending = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
+        self._sending = threading.RLock()  # a finalizer may send where the collector runs within this thread's sending
         self._line = Client(str(folder / "referee"))
         self._send(rank)
         self._thread = threading.Thread(target=self._listen, name="strict player", daemon=True)
@@ -276,16 +278,26 @@ class Player:
 
     def _hear(self) -> bool:
         """Do what the next message says; return whether there was one."""
+        collects = False
         try:
-            word, what = self._line.recv()
-        except (EOFError, OSError):
-            self._stop("the referee is gone")
-            return False
-        if word == "run":
-            self._run(*what)
-        else:
-            self._stop(what)
-        return True
+            try:
+                self._line.poll(None)
+                # The garbage collector may finalize a module in this thread, whose finalizer waits for an operation.
+                # That one runs after the operation of this message, so nothing is collected until this one has run.
+                collects = gc.isenabled()
+                gc.disable()
+                word, what = self._line.recv()
+            except (EOFError, OSError):
+                self._stop("the referee is gone")
+                return False
+            if word == "run":
+                self._run(*what)
+            else:
+                self._stop(what)
+            return True
+        finally:
+            if collects:
+                gc.enable()
 
     def _run(self, number: int, party: Party, span: tuple[float, float]) -> None:
         work = self._works.pop(number)
