@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from par_pipeline import build_stage, schedule
+from par_pipeline import build_model_stages, build_stage, schedule
 from par_testing import for_each
 
 WIDTH, WORDS = 6, 11
@@ -146,6 +146,44 @@ def test_stages_of_a_model_without_a_plan_split_its_parameters():
     assert names[0] & names[1] == set()
     assert {name.partition(".")[0] for name in names[0]} == {"words", "places", "blocks"}
     assert {name.partition(".")[0] for name in names[1]} == {"blocks", "last_norm", "out"}
+
+
+class Embeddings(nn.Module):
+    """Words and positions in one module, as BERT has them."""
+
+    def __init__(self, words, places):
+        super().__init__()
+        self.words, self.places = words, places
+
+    def forward(self, input_ids=None, inputs_embeds=None):
+        x = self.words(input_ids) if inputs_embeds is None else inputs_embeds
+        return x + self.places(torch.arange(x.shape[1]))
+
+
+class Tied(Decoder):
+    def __init__(self):
+        super().__init__()
+        self.out.weight = self.words.weight
+        self.table = Embeddings(self.words, self.places)
+        out = self.out
+        del self.words, self.places, self.out
+        self.out = out  # behind the table, which then gives the weight its name
+
+    def forward(self, input_ids=None, inputs_embeds=None):
+        x = self.table(input_ids=input_ids, inputs_embeds=inputs_embeds)
+        for block in self.blocks:
+            x = block(x, torch.ones(x.shape[1], 1))
+        return (self.out(self.last_norm(x)),)
+
+
+def test_tied_weight_inside_a_module_of_the_first_stage_has_one_name():
+    model = Tied()
+    first, last = (build_model_stages(model, schedule("1f1b", 2, 2), rank) for rank in range(2))
+    assert "table.words.weight" in dict(first.named_parameters())
+    assert dict(last.named_parameters())["table.words.weight"] is model.out.weight
+    ids = torch.randint(WORDS, (3, 5))
+    (one,), (other,) = first.runners(), last.runners()
+    assert torch.equal(other(one(ids)), model(ids)[0])
 
 
 @for_each(kind=REFUSED)

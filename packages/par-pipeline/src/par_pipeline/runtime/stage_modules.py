@@ -174,7 +174,7 @@ def build_model_stages(model: nn.Module, schedule: Schedule, rank: int, sequence
         for parameter, (first, *_) in often:
             if any(parameter is each for each in part.parameters()):
                 path, _, last = first.rpartition(".")
-                holder = part.get_submodule(path)
+                holder = _made_submodule(part, path)
                 # The output embedding's stage may also contain the embedding itself.
                 if last not in parameters_of(holder):
                     holder.register_parameter(last, parameter)
@@ -239,6 +239,15 @@ def _used_several_times(named: Iterable[tuple[str, nn.Parameter]]) -> list[tuple
     return [(parameter, used) for parameter, used in names.items() if len(used) > 1]
 
 
+def _made_submodule(module: nn.Module, path: str) -> nn.Module:
+    """Return a submodule. Empty modules take the place of those on its path that another stage has."""
+    for name in path.split(".") if path else ():
+        if name not in children_of(module):
+            module.add_module(name, nn.Module())
+        module = module.get_submodule(name)
+    return module
+
+
 def _with_foreign(
     tied: Sequence[Mapping[str, nn.Parameter]], children: Mapping[str, nn.Module]
 ) -> dict[str, nn.Module]:
@@ -251,11 +260,7 @@ def _with_foreign(
         child, *path, last = name.split(".")
         if child in children:
             continue
-        holder = foreign.setdefault(child, nn.Module())
-        for part in path:
-            if part not in children_of(holder):
-                holder.add_module(part, nn.Module())
-            holder = holder.get_submodule(part)
+        holder = _made_submodule(foreign.setdefault(child, nn.Module()), ".".join(path))
         holder.register_parameter(last, parameter)
     return {**foreign, **children}
 
