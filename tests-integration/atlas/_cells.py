@@ -185,10 +185,11 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def try_way(task: Task, way: str, seconds: float = 90.0) -> Cell:
+def try_way(task: Task, way: str, seconds: float = 600.0) -> Cell:
     """Fork ranks, train on them in one way, and judge.
 
-    A fresh world for each cell: an error on one rank leaves collectives of the others open.
+    A fresh world for each cell: an error on one rank leaves collectives of the others open. A cell takes seconds; the
+    limits are long, so that a busy machine is not taken for a hang.
 
     Args:
         task: The model, after its training in one process.
@@ -222,7 +223,7 @@ def try_way(task: Task, way: str, seconds: float = 90.0) -> Cell:
 
 def _rank(task: Task, way: str, rank: int, folder: Path) -> None:
     store = dist.FileStore(str(folder / "store"), RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=40))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=300))
     try:
         cell = task.run_ranks(way)
     except Exception as error:
