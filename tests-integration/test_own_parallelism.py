@@ -74,14 +74,14 @@ EXACT = '--gradient_handlers=[{type="YourGradientHandler", dtype="float32"}, {ty
 def test_a_config_trains_as_one_rank_does(arguments, site, one_rank, tmp_path):
     """The command on four ranks that somebody else has started, as torchrun does; it ends its process."""
     from par_train.command.cli import main
-    from par_train.jobs import job_run
+    from par_train.jobs import hooks
 
     config, *flags = arguments
     child = os.fork()
     if not child:
         sys.path.insert(0, site)
         os.chdir(tmp_path)
-        job_run.draw_loss = lambda *_, **__: None  # the picture takes longer than the steps
+        hooks.draw_loss = lambda *_, **__: None  # the picture takes longer than the steps
         os._exit(main(["run", str(PROJECT / config), *flags, *SMALL]))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert losses_in(tmp_path) == pytest.approx(one_rank, rel=TOLERANCE)

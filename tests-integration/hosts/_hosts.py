@@ -38,10 +38,10 @@ if "TEST_HOLD" in os.environ and first and ("SLURM_STEP_ID" in os.environ or "RA
         asked.append(number)
         ask(stop, number)
 
-    def held(trainer, signal):
-        while trainer.samples >= trainer.options.train.batch_size * int(os.environ["TEST_HOLD"]) and not asked:
+    def held(trainer, batch):
+        while trainer.step >= int(os.environ["TEST_HOLD"]) and not asked:
             time.sleep(0.01)
-        return advance(trainer, signal)
+        return advance(trainer, batch)
 
     Stop.ask, Trainer.advance = note_and_ask, held
 """

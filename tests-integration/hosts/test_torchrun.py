@@ -20,7 +20,7 @@ def test_torchrun_over_two_hosts_trains_as_one_host_does(hosts):
         hosts.finish(process)
     expected = reference(hosts.folder, *JOB, ranks=4)
     assert losses_of(hosts.folder / "two") == pytest.approx(expected, rel=LOSS_TOLERANCE)
-    assert (hosts.folder / "two" / "checkpoint" / "model.safetensors").exists()
+    assert (hosts.folder / "two" / "checkpoints" / "step-00000012" / "model.safetensors").exists()
 
 
 def test_a_host_that_is_lost_is_replaced_and_the_run_goes_on(hosts):

@@ -33,7 +33,7 @@ import par_train.jobs.trainer
 import par_train.jobs.text
 import par_train.run.metrics
 import par_train.run.saver
-import par_train.run.run
+import par_train.run.hooks
 import par_train.run.stop
 from par_checkpoint import _save as _saving
 from par_checkpoint.storage import local as _local
@@ -49,16 +49,15 @@ def note_and_ask(stop, number):
 def may_go_on():
     return asked or os.path.exists(os.environ.get("TEST_GO", ""))
 
-def slow_or_failing(trainer, signal):
-    position, count = trainer.samples, trainer.options.train.batch_size
+def slow_or_failing(trainer, batch):
     time.sleep(float(os.environ.get("TEST_SLEEP", 0)))
-    while "TEST_HOLD" in os.environ and position >= count * int(os.environ["TEST_HOLD"]) and not may_go_on():
+    while "TEST_HOLD" in os.environ and trainer.step >= int(os.environ["TEST_HOLD"]) and not may_go_on():
         time.sleep(0.01)
-    if position and os.environ.get("TEST_KILLED_RANK") == os.environ.get("RANK"):
+    if trainer.step and os.environ.get("TEST_KILLED_RANK") == os.environ.get("RANK"):
         os.kill(os.getpid(), 9)
-    if position and os.environ.get("TEST_FAILING_RANK") == os.environ.get("RANK"):
+    if trainer.step and os.environ.get("TEST_FAILING_RANK") == os.environ.get("RANK"):
         raise RuntimeError("the fault of the test")
-    return advance(trainer, signal)
+    return advance(trainer, batch)
 
 def other_text(options):
     text = read_text(options)
@@ -96,7 +95,7 @@ for name in ("par_train.jobs.text", "par_train.jobs.checks"):  # a forked comman
     if name in sys.modules:
         sys.modules[name].read_text = other_text
 if "TEST_PICTURES" not in os.environ:  # which take as long as all steps
-    for name in ("par_train.run.metrics", "par_train.jobs.job_run", "par_train.run.run"):
+    for name in ("par_train.run.metrics", "par_train.jobs.hooks", "par_train.run.hooks"):
         if name in sys.modules:
             sys.modules[name].draw_loss = lambda *_, **__: None
 """

@@ -27,8 +27,13 @@ def read_lines(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def newest(folder):
+    """The newest checkpoint of a run."""
+    return max(path for path in (folder / "checkpoints").iterdir() if path.name.startswith("step-"))
+
+
 def weights(folder):
-    return (folder / "checkpoint" / "model.safetensors").read_bytes()
+    return (newest(folder) / "model.safetensors").read_bytes()
 
 
 def assert_no_ranks(ranks_of, launcher, within=0.0):
@@ -69,9 +74,15 @@ def test_files_and_words(reference):
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert lines[-1]["tokens"] == 12 * 6 * 16
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
-    files = [".par-train.lock", "checkpoint", "loss.png", "metrics.jsonl"]
+    files = [".par-train.lock", "checkpoints", "loss.png", "metrics.jsonl"]
     assert sorted(path.name for path in folder.iterdir()) == files
-    for word in ("3 ranks", "parameters", "held out", "wrote reference/checkpoint", "wrote reference/loss.png"):
+    for word in (
+        "3 ranks",
+        "parameters",
+        "held out",
+        "wrote reference/checkpoints/step-00000012",
+        "wrote reference/loss.png",
+    ):
         assert word in done.stdout
     assert "step 12/12" in done.stderr
     assert "Traceback" not in done.stderr
@@ -92,24 +103,24 @@ def test_a_run_without_standard_streams_that_ignores_hang_ups_trains_all_the_sam
     go.touch()
     assert new_command.finish(process).returncode == 0
     assert [line["step"] for line in read_lines(new_command.folder / "streamless")] == [1, 2, 3, 4]
-    assert verify(new_command.folder / "streamless" / "checkpoint") == []
+    assert verify(newest(new_command.folder / "streamless")) == []
 
 
 def test_the_checkpoint_is_a_model(reference):
     folder, _ = reference
-    model = par_train.load_model(folder / "checkpoint")
+    model = par_train.load_model(newest(folder))
     assert model(torch.zeros(1, 16, dtype=torch.int64)).shape == (1, 16, 256)
 
 
 def stop(command, name, number, *arguments):
-    """Starts a run, sends its launcher a signal in the fourth step, and waits for its end, after the fifth."""
+    """Starts a run, sends its launcher a signal in the fourth step, and waits for its end."""
     process = command.train(name, *arguments, TEST_HOLD="3")
     command.wait_for_steps(name, 3)
     process.send_signal(number)
     done = command.finish(process)
     assert "Traceback" not in done.stderr, done.stderr
     assert done.stderr.count(f"par-train: {number.name}: saved after step") == 1, done.stderr
-    assert len(read_lines(command.folder / name)) == 5  # the ranks agree on it with the loss of the next step
+    assert len(read_lines(command.folder / name)) == 4
     return process, done
 
 
@@ -122,7 +133,7 @@ def test_sigterm_saves_and_resume_is_exact(command, reference, ranks_of):
         file.write('{"step": 99, "loss": 1.0}\n')  # after the checkpoint: to be forgotten
     again = command.finish(command.train("terminated", "--resume=auto"))
     assert again.returncode == 0, again.stderr
-    assert "resumes after step 5" in again.stdout
+    assert "resumes after step 4" in again.stdout
     assert weights(folder) == weights(reference[0])
     exact = ("step", "loss", "validation_loss", "learning_rate", "tokens", "gradient_norm")
     expected = [{key: line.get(key) for key in exact} for line in read_lines(reference[0])]
@@ -151,13 +162,13 @@ def test_killed_in_the_middle_of_a_save(command, reference, ranks_of):
     assert_ended_by_sigkill(done, 0)
     assert_no_ranks(ranks_of, process.pid, within=240)
     folder = command.folder / "cut-off"
-    assert any(path.name.startswith(".checkpoint.tmp-") for path in folder.iterdir())
-    assert verify(folder / "checkpoint") == []
+    assert any(".tmp-" in path.name for path in (folder / "checkpoints").iterdir())
+    assert verify(newest(folder)) == []
     again = command.finish(command.train("cut-off", "--resume=auto"))
     assert again.returncode == 0, again.stderr
     assert "resumes after step 4" in again.stdout
     assert weights(folder) == weights(reference[0])
-    assert not any(path.name.startswith(".checkpoint.tmp-") for path in folder.iterdir())
+    assert not any(".tmp-" in path.name for path in (folder / "checkpoints").iterdir())
     assert_losses_of_the_reference(command, "cut-off", reference)
 
 
@@ -209,8 +220,8 @@ def test_a_closed_terminal_saves(new_command, ranks_of):
     assert (done.returncode, done.stderr) == (0, "")
     assert_no_ranks(ranks_of, process.pid)
     folder = new_command.folder / "hung-up"
-    assert len(read_lines(folder)) == 5
-    assert inspect(folder / "checkpoint").step == 5
+    assert len(read_lines(folder)) == 4
+    assert inspect(newest(folder)).step == 4
     assert (folder / "loss.png").exists()
 
 
@@ -231,7 +242,7 @@ def test_a_pipeline_draws_its_last_step(command):
     for picture in ("pipeline-measured.png", "pipeline-predicted.png"):
         assert (command.folder / "stages" / picture).read_bytes().startswith(b"\x89PNG")
         assert f"wrote stages/{picture}" in done.stdout
-    model = par_train.load_model(command.folder / "stages" / "checkpoint")
+    model = par_train.load_model(newest(command.folder / "stages"))
     assert model.head.weight is model.tokens.weight
 
 
@@ -270,7 +281,7 @@ def test_a_killed_launcher_leaves_no_ranks(new_command, ranks_of):
     process.wait(timeout=240)
     assert_no_ranks(ranks_of, process.pid, within=240)
     new_command.finish(process)
-    assert par_train.load_model(new_command.folder / "killed" / "checkpoint")
+    assert par_train.load_model(newest(new_command.folder / "killed"))
 
 
 @pytest.mark.storm
@@ -303,7 +314,7 @@ def test_a_killed_torchrun_leaves_no_ranks(new_command):
     assert [rank for rank in ranks if is_alive(rank)] == []
     _, err = process.communicate()
     assert "SIGTERM: saved after step" in err, err
-    assert par_train.load_model(new_command.folder / "orphans" / "checkpoint")
+    assert par_train.load_model(newest(new_command.folder / "orphans"))
 
 
 def children_of(parent):
@@ -325,7 +336,7 @@ def test_a_second_run_into_the_same_folder_is_refused(command):
     command.wait_for_steps("shared", 1)
     second = command.finish(command.train("shared", "--overwrite", "--seed=1", "--ranks=2"))
     assert second.returncode == 2
-    refused = "par-train: error: rank 0: 'shared' is being written by another run (process "
+    refused = "par-train: error: 'shared' is being written by another run (process "
     assert second.stderr.startswith(refused), second.stderr
     assert second.stderr.count("\n") == 1, second.stderr
     first.send_signal(signal.SIGTERM)
@@ -333,7 +344,7 @@ def test_a_second_run_into_the_same_folder_is_refused(command):
     assert done.returncode == 0, done.stderr
     lines = read_lines(command.folder / "shared")
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
-    assert json.loads((command.folder / "shared" / "checkpoint" / "config.json").read_text())["options"]["seed"] == 0
+    assert json.loads((newest(command.folder / "shared") / "config.json").read_text())["options"]["seed"] == 0
 
 
 def test_a_signal_whose_save_fails_is_no_success(command, ranks_of):
@@ -346,13 +357,13 @@ def test_a_signal_whose_save_fails_is_no_success(command, ranks_of):
     done = command.finish(process)
     assert done.returncode == 143, done.stderr
     *_, failed, launcher = done.stderr.splitlines()
-    assert re.match(r"par-train: rank \d failed: cannot write 'unsaved/checkpoint': .*File too large", failed), (
+    assert re.match(r"par-train: rank \d failed: cannot write 'unsaved/checkpoints': .*File too large", failed), (
         done.stderr
     )
     assert launcher == "par-train: SIGTERM: stopped without saving"
     assert done.stderr.count("failed") == 1, done.stderr
     assert "Traceback" not in done.stderr, done.stderr
-    assert inspect(command.folder / "unsaved" / "checkpoint").step == 4
+    assert inspect(newest(command.folder / "unsaved")).step == 4
 
 
 def test_a_disk_that_is_full_in_the_middle_of_training_is_one_line_and_costs_the_steps_since_the_last_save(
@@ -368,13 +379,13 @@ def test_a_disk_that_is_full_in_the_middle_of_training_is_one_line_and_costs_the
     assert done.returncode == 1
     said = [line for line in done.stderr.splitlines() if not line.startswith("step ")]
     assert len(said) == 1, done.stderr
-    assert re.match(r"par-train: rank \d failed: cannot write 'full/checkpoint': .*File too large", said[0]), said
+    assert re.match(r"par-train: rank \d failed: cannot write 'full/checkpoints': .*File too large", said[0]), said
     assert said[0].endswith("; once that is fixed, --resume auto resumes after step 3"), said
     assert_no_ranks(ranks_of, process.pid)
     folder = command.folder / "full"
-    assert verify(folder / "checkpoint") == []
-    assert inspect(folder / "checkpoint").step == 3
-    assert not any(".tmp-" in path.name for path in folder.iterdir())
+    assert verify(newest(folder)) == []
+    assert inspect(newest(folder)).step == 3
+    assert not any(".tmp-" in path.name for path in (folder / "checkpoints").iterdir())
     assert command.finish(command.train("full", every, "--resume=auto")).returncode == 0
     assert weights(folder) == weights(reference[0])
 
@@ -399,7 +410,7 @@ def test_a_signal_before_training_leaves_the_run_that_was_to_be_replaced(command
 def test_a_corrupt_checkpoint_is_one_line(command, reference):
     folder = command.folder / "corrupt"
     shutil.copytree(reference[0], folder)
-    with (folder / "checkpoint" / "model.safetensors").open("r+b") as file:
+    with (newest(folder) / "model.safetensors").open("r+b") as file:
         file.seek(-10, 2)
         file.write(b"\xff\x00\xff")
     done = command.finish(command.train("corrupt", "--resume=auto", "--train.steps=16"))

@@ -47,7 +47,7 @@ def test_a_run_killed_before_the_disk_has_what_memory_has_goes_on_from_memory_an
     again = command.finish(command.train("tiers", *flags, "--resume=auto"))
     assert again.returncode == 0, again.stderr
     assert "saves      first to memory\n           then to disk\n" in again.stdout
-    assert f"goes on from {folder}/memory/checkpoints/step-00000004" in again.stdout
+    assert f"resumes after step 4, from {folder}/memory/checkpoints/step-00000004" in again.stderr
     assert "resumes after step 4 of 12" in again.stdout
     assert "wrote disk/checkpoints/step-00000012" in again.stdout
     assert lines_of(folder / "tiers") == lines_of(folder / "no-tiers")
@@ -55,12 +55,12 @@ def test_a_run_killed_before_the_disk_has_what_memory_has_goes_on_from_memory_an
         assert steps_in(folder / tier) == ["step-00000012"]
         step = folder / tier / "checkpoints" / "step-00000012"
         assert verify(step) == []
-        assert weights(step) == weights(folder / "no-tiers" / "checkpoint")
+        assert weights(step) == weights(folder / "no-tiers" / "checkpoints" / "step-00000012")
 
     shutil.rmtree(folder / "memory")
     more = command.finish(command.train("tiers", *flags, "--resume=auto", "--train.steps=13", "--ranks=2"))
     assert more.returncode == 0, more.stderr
-    assert f"goes on from {folder}/disk/checkpoints/step-00000012" in more.stdout
+    assert f"resumes after step 12, from {folder}/disk/checkpoints/step-00000012" in more.stderr
     assert [steps_in(folder / tier) for tier in ("memory", "disk")] == [["step-00000013"]] * 2
 
     for output, others, words in (
@@ -69,7 +69,7 @@ def test_a_run_killed_before_the_disk_has_what_memory_has_goes_on_from_memory_an
             ["--resume=auto"],
             "the checkpoints of the run in 'tiers' are in memory, disk; pass them as --check",
         ),
-        ("another", flags, f"a tier holds a run already ({folder}/memory/checkpoints/step-00000013); resume it with "),
+        ("another", flags, "holds a run already, of step 13; pass --resume auto to continue it, --overwrite to "),
     ):
         refused = command.finish(command.train(output, *others))
         assert refused.returncode == 2
@@ -87,10 +87,10 @@ def test_a_signal_saves_to_memory_and_waits_for_the_last_tier_which_may_be_the_o
     process.send_signal(signal.SIGTERM)
     done = command.finish(process)
     assert done.returncode == 0, done.stderr
-    near, last = (command.folder / tier / "checkpoints" / "step-00000005" for tier in ("quick", "warned"))
+    near, last = (command.folder / tier / "checkpoints" / "step-00000004" for tier in ("quick", "warned"))
     assert f"par-train: {near} is there; waits until it is in {last}, too\n" in done.stderr
-    assert "SIGTERM: saved after step 5 of 12" in done.stderr
-    assert inspect(last).step == 5
+    assert "SIGTERM: saved after step 4 of 12" in done.stderr
+    assert inspect(last).step == 4
 
 
 @pytest.mark.ranks(2)

@@ -109,7 +109,7 @@ def folder(tmp_path):
         (["--checkpoint.copies=2"], ["checkpoint.copies is 2", "no checkpoint.tiers", "/dev/shm"]),
         (["--checkpoint.tiers=a,b", "--checkpoint.keep_last=1,2,3"], ["[1, 2, 3] for 2 tiers", "one for each"]),
         (["--checkpoint.tiers=a", "--checkpoint.keep_last=x"], ["checkpoint.keep_last is 'x'", "whole numbers"]),
-        (["--checkpoint.keep_last=2"], ["no checkpoint.tiers", "the output folder has one checkpoint"]),
+        (["--checkpoint.keep_last=2,3"], ["checkpoint.keep_last is [2, 3] for 0 tiers"]),
         (["--resume=auto", "--overwrite"], ["resume auto goes on, overwrite starts anew; give one"]),
     ],
 )

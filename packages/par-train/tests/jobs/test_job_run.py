@@ -1,7 +1,5 @@
 """The run of the byte GPT, where it is not seen in whole runs."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,11 +25,10 @@ def test_mistakes_of_the_user_are_told_from_those_of_a_handler(tmp_path):
     (folder / "words.txt").write_text("all the words that there are " * 40)
     sizes = {"model": ModelOptions(width=8, layers=1, heads=2, context=8), "device": "cpu"}
     data = text_rows(Options(**sizes), read_text(DataOptions(folder=str(folder))))
-    start = SimpleNamespace(data=data, folder=None)
 
     def refused(kind, words, **changes):
         with ProcessGroups(Topology.from_config({}, 2)) as groups, pytest.raises(ValueError, match=words) as raised:
-            _make_trainer(Options(**sizes, **changes), start, groups, torch.device("cpu"))
+            _make_trainer(Options(**sizes, **changes), data, None, groups, torch.device("cpu"))
         assert raised.type is kind
 
     refused(UserError, "'tf32' needs the TF32 units of an NVIDIA GPU", precision="tf32")

@@ -82,12 +82,11 @@ def banner(capsys, parallel, world_size, step=0, folder="/texts", **changes):
     schedule = SimpleNamespace(microbatches=4) if "pipeline" in parallel else None
     options, topology = Options(output="runs/x", **changes), Topology.from_config(parallel, world_size)
     trainer = SimpleNamespace(
-        schedule=schedule,
         step=step,
         parameters=875264,
         recipe=ByteGPT(options),
         data=text_rows(options, text),
-        strategy=SimpleNamespace(spent=None, device=torch.device("cpu")),
+        strategy=SimpleNamespace(spent=None, schedule=schedule, device=torch.device("cpu")),
     )
     print_banner(options, topology, trainer)
     lines = capsys.readouterr().out.splitlines()
@@ -129,6 +128,7 @@ def test_the_summary_says_what_came_out(capsys, tmp_path):
         "loss       2.5000 at the last step; a guess has 5.5452",
         "held out   3.2500 at step 2",
         "skipped    1 steps, whose gradient was not finite",
+        f"wrote {tmp_path}/checkpoints/step-00000003",
         f"wrote {tmp_path}/metrics.jsonl",
     ]
     assert shown.err == "par-train: SIGTERM: saved after step 3 of 9; go on with --resume auto\n"

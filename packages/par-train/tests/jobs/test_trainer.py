@@ -19,7 +19,6 @@ from par_train import Strategy
 from par_train._errors import TrainingError
 from par_train.jobs.byte_gpt import fill_, make_gpt
 from par_train.jobs.byte_rows import text_rows
-from par_train.jobs.checkpoint import Origin, load_state
 from par_train.jobs.options import DataOptions, ModelOptions, Options, ScheduleOptions, TrainOptions, learning_rate
 from par_train.jobs.trainer import Trainer, make_optimizer, spread
 
@@ -56,7 +55,7 @@ def options(**changes):
 def trained(chosen, groups, steps=STEPS):
     """A trainer after some steps, and what they gave."""
     trainer = trainer_of(chosen, groups)
-    return trainer, [trainer.advance(0) for _ in range(steps)]
+    return trainer, [trainer.advance(next(iter(trainer.loader))) for _ in range(steps)]
 
 
 def trainer_of(chosen, groups, text=None):
@@ -272,14 +271,13 @@ def test_packed_rows_resume_with_and_without_sequence_ranks(tmp_path):
     losses = [each.loss for each in whole]
     for number, (axes, changes) in enumerate(PACKED):
         there = axes, {**changes, "tied": True}
-        found, path, state = [], tmp_path / str(number), None
+        found, path = [], tmp_path / str(number)
         for axes_then, changes_then in (there, ({}, {"tied": True}), there):
             with ProcessGroups(Topology.from_config(axes_then, 4)) as groups:
                 trainer = trainer_of(packed(**changes_then), groups)
-                if state is not None:
-                    trainer.restore(Origin(path=str(path), folder=str(path), state=state))
-                found += [trainer.advance(0).loss for _ in range(STEPS)]
-                state = saved(path, trainer)
+                trainer.strategy.resume(path)
+                found += [trainer.advance(next(iter(trainer.loader))).loss for _ in range(STEPS)]
+                save(path, trainer)
         assert found == pytest.approx(losses, rel=TOLERANCE), axes
 
 
@@ -292,7 +290,7 @@ def test_a_batch_of_documents_of_one_byte_changes_nothing():
         with ProcessGroups(Topology.from_config(axes, 2)) as groups:
             trainer = trainer_of(packed(), groups, alone)
             before = [each.clone() for each in trainer.model.parameters()]
-            result = trainer.advance(0)
+            result = trainer.advance(next(iter(trainer.loader)))
             assert (result.loss, result.skipped) == (0.0, True), axes
             assert all(map(torch.equal, before, trainer.model.parameters())), axes
 
@@ -320,11 +318,9 @@ def test_every_precision_trains_about_as_fp32_does(axes, precisions):
             assert losses[name] == pytest.approx(losses["fp32"], rel=0.03), name
 
 
-def saved(path, trainer):
-    """A checkpoint of the trainer, and what training needs beside it."""
-    trainer.save(path, 0.0)
+def save(path, trainer):
+    trainer.strategy.checkpoint(path, step=trainer.step)
     dist.barrier()
-    return load_state(path)
 
 
 TOPOLOGIES = [
@@ -346,12 +342,12 @@ def test_run_resumes_under_another_topology(tmp_path):
     for number, (axes, changes) in enumerate(TOPOLOGIES):
         with ProcessGroups(Topology.from_config(axes, 4)) as groups:
             trainer, begun = trained(options(tied=True, **changes), groups)
-            state = saved(tmp_path / str(number), trainer)
+            save(tmp_path / str(number), trainer)
         other_axes, other_changes = TOPOLOGIES[number - 1]
         with ProcessGroups(Topology.from_config(other_axes, 4)) as groups:
             trainer = trainer_of(options(tied=True, **other_changes), groups)
-            trainer.restore(Origin(path=str(tmp_path / str(number)), folder="", state=state))
-            gone_on = [trainer.advance(0) for _ in range(STEPS)]
+            trainer.strategy.resume(tmp_path / str(number))
+            gone_on = [trainer.advance(next(iter(trainer.loader))) for _ in range(STEPS)]
         assert [each.loss for each in (*begun, *gone_on)] == pytest.approx(losses, rel=TOLERANCE)
 
 
@@ -362,14 +358,14 @@ def test_half_precision_goes_on_exactly(tmp_path):
         whole = trainer_of(options(precision="fp16"), groups)
         whole.optimizer.scaling.scale.value.fill_(2.0**10)  # of which a new run knows nothing
         for _ in range(3):
-            whole.advance(0)
-        state = saved(tmp_path / "checkpoint", whole)
+            whole.advance(next(iter(whole.loader)))
+        save(tmp_path, whole)
         again = trainer_of(options(precision="fp16"), groups)
-        again.restore(Origin(path=str(tmp_path / "checkpoint"), folder="", state=state))
+        again.strategy.resume(tmp_path)
         assert float(again.optimizer.scaling.scale.value) == 2.0**10
         for trainer in (whole, again):
             for _ in range(3):
-                trainer.advance(0)
+                trainer.advance(next(iter(trainer.loader)))
         assert all(torch.equal(*each) for each in zip(whole.model.parameters(), again.model.parameters(), strict=True))
 
 
@@ -379,7 +375,7 @@ def test_a_scale_that_is_too_large_is_agreed_on_and_the_step_is_said_to_be_skipp
         trainer = trainer_of(options(precision="fp16"), groups)
         before = [each.clone() for each in trainer.model.parameters()]
         trainer.optimizer.scaling.scale.value.fill_(2.0**24)
-        result = trainer.advance(0)
+        result = trainer.advance(next(iter(trainer.loader)))
         assert result.skipped
         assert all(torch.equal(*each) for each in zip(before, trainer.model.parameters(), strict=True))
         assert float(trainer.optimizer.scaling.scale.value) == 2.0**23
@@ -414,4 +410,4 @@ def test_a_loss_that_is_no_number_on_one_rank_alone_is_told_with_its_rank():
 
         trainer.strategy.execute_pipeline = spoiled
         with pytest.raises(TrainingError, match="the loss became nan at step 1 on rank 1 alone; lower"):
-            trainer.advance(0)
+            trainer.advance(next(iter(trainer.loader)))

@@ -1,5 +1,6 @@
 """The byte GPT with experts in the place of its MLPs: as on one device, wherever experts lie."""
 
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +17,9 @@ from par_layers import RouterLosses, update_correction_bias_
 from par_testing import once, storm
 from par_train.jobs.byte_gpt import fill_, load_model, make_gpt
 from par_train.jobs.byte_rows import text_rows
-from par_train.jobs.checkpoint import Origin, load_state
 from par_train.jobs.options import DataOptions, ModelOptions, Options, ScheduleOptions, TrainOptions, learning_rate
 from par_train.jobs.trainer import Trainer, make_optimizer
+from par_train.run.metrics import load_of
 
 STEPS = 20
 TOLERANCE = 1e-5  # relative; float32 sums over ranks and microbatches in another order
@@ -76,9 +77,9 @@ def check_trains_as_alone(axes, expected, **changes):
     model, found = expected
     with ProcessGroups(Topology.from_config(axes, dist.get_world_size())) as groups:
         trainer = trainer_of(options(**changes), groups)
-        results = [numbers(trainer.advance(0)) for _ in range(STEPS)]
+        results = [numbers(trainer.advance(next(iter(trainer.loader)))) for _ in range(STEPS)]
         torch.testing.assert_close(results, found, rtol=TOLERANCE, atol=0.0, msg=lambda m: f"{axes} {changes}: {m}")
-        load = trainer.expert_load()
+        load = load_of(trainer.strategy.expert_load(trainer.model))
         assert sorted(load) == ["blocks.0.mixture.gate", "blocks.1.mixture.gate"]
         assert [sum(each) for each in load.values()] == pytest.approx([4.0, 4.0], abs=4e-3), "three digits"
         buffers = dict(model.named_buffers())
@@ -124,20 +125,17 @@ def test_experts_beside_every_axis_train_as_on_one_device(axes, changes):
 @pytest.mark.ranks(2, timeout=120)
 def test_a_run_goes_on_under_another_expert_parallelism_and_opens_on_one_device(tmp_path):
     _, found = reference()
-    losses, path = [], tmp_path / "checkpoint"
-    state = None
+    losses = []
     for axes, zero in (({"expert": 2}, 1), (FOLDED, 3), ({"pipeline": 2}, 0), ({}, 2)):
         with ProcessGroups(Topology.from_config(axes, 2)) as groups:
             trainer = trainer_of(options(zero=zero), groups)
-            if state is not None:
-                trainer.restore(Origin(path=str(path), folder=str(path), state=state))
-            losses += [numbers(trainer.advance(0))[0] for _ in range(3)]
-            trainer.save(path, 0.0)
+            trainer.strategy.resume(tmp_path)
+            losses += [numbers(trainer.advance(next(iter(trainer.loader))))[0] for _ in range(3)]
+            form = trainer.recipe.format(trainer.model, ExitStack())
+            trainer.strategy.checkpoints(tmp_path).save(trainer.step, format=form)
             dist.barrier()
-            state = load_state(path)
     assert losses == pytest.approx([each[0] for each in found[:12]], rel=TOLERANCE)
-    model = load_model(path)
-    assert load_state(path).step == 12
+    model = load_model(tmp_path / "step-00000012")
     bias = model.blocks[0].mixture.gate.e_score_correction_bias
     assert bias.dtype == torch.float32
     assert bias.abs().max() > 0
@@ -151,7 +149,7 @@ def test_padding_of_packed_rows_counts_in_no_balance():
     documents = tuple(torch.full((len(part) // 5,), 5).numpy() for part in (whole.train, whole.held_out))
     with ProcessGroups(Topology.from_config({"expert": 2}, 2)) as groups:
         trainer = trainer_of(chosen, groups, replace(whole, documents=documents))
-        trainer.advance(0)
+        trainer.advance(next(iter(trainer.loader)))
         for counts in trainer.strategy.expert_load(trainer.model).values():
             assert int(counts.sum()) == 2 * 8 * 15, "experts of a byte, rows, bytes of three documents"
 

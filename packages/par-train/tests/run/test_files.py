@@ -33,8 +33,8 @@ def test_clear_removes_the_run_alone(tmp_path):
     files = RunFiles(tmp_path)
     (tmp_path / "notes.txt").write_text("mine")
     files.metrics.write_text("{}")
-    files.checkpoint.mkdir()
-    (files.checkpoint / "model.safetensors").write_text("weights")
-    assert files.present() == [files.checkpoint, files.metrics]
+    files.checkpoints.mkdir()
+    (files.checkpoints / "model.safetensors").write_text("weights")
+    assert files.present() == [files.checkpoints, files.metrics]
     files.clear()
     assert names(tmp_path) == ["notes.txt"]

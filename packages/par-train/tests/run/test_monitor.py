@@ -120,7 +120,7 @@ def test_run_lines_have_mfu_and_the_times_of_the_clock(tmp_path, monkeypatch):
             steps_now.append(None)
             run.log(tokens=5000)  # of which rounded numbers a second are near enough
         least = time.monotonic() - made
-        total = sum(run._monitor.clock.seconds().values())
+        total = sum(run.monitor.clock.seconds().values())
         assert least <= total <= time.monotonic() - began
     dist.barrier()
     if dist.get_rank() == 0:

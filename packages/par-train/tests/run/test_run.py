@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from par_checkpoint import Tiers, inspect
 from par_groups import STOP_SIGNALS
 from par_train import CheckpointPolicy, LoggingPolicy, Run, Strategy
-from par_train.run import run as run_module
+from par_train.run import hooks as hooks_module
 from par_train.run import trackers as trackers_module
 from par_train.run.files import RunFiles
 from par_train.run.lock import lock_folder
@@ -58,7 +58,7 @@ class Loop:
         """Trains in a run, and gives it when it has ended; without the picture, which takes longer than the steps."""
         with pytest.MonkeyPatch.context() as patch:
             if not draws:
-                patch.setattr(run_module, "draw_loss", lambda *_: None)
+                patch.setattr(hooks_module, "draw_loss", lambda *_: None)
             return self._train(folder, until, after_step, **keywords)
 
     def _train(self, folder, until, after_step, **keywords):
@@ -396,7 +396,7 @@ def test_run_picture_that_cannot_be_drawn_raises_on_every_rank(tmp_path, monkeyp
     def draw(*_):
         raise OSError("no space left")
 
-    monkeypatch.setattr(run_module, "draw_load", draw)
+    monkeypatch.setattr(hooks_module, "draw_load", draw)
     with pytest.raises((OSError, ValueError), match="no space left"):
         Loop().train(tmp_path, until=1)
     dist.barrier()

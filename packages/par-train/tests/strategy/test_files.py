@@ -232,6 +232,13 @@ def test_a_strategy_without_a_model_does_not_start_anew_in_silence(tmp_path):
         Strategy().resume(tmp_path)
     with pytest.raises(ValueError, match="call initialize"):
         Strategy().checkpoint(tmp_path, step=1)
+    with pytest.raises(ValueError, match="plan='merged': a checkpoint has plan 'huggingface' or 'peft'; pass one of"):
+        Strategy().checkpoints(tmp_path, plan="merged")
+    strategy = Strategy()
+    model = make_model(17)
+    strategy.initialize(model, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(ValueError, match="plan='peft': this Sequential has no adapters; use plan='huggingface'"):
+        strategy.checkpoints(tmp_path, plan="peft").save(1)
 
 
 @pytest.mark.ranks(2)

@@ -5,7 +5,7 @@ Every byte is a token, so the tokenizer is `numpy.frombuffer`; `byte_rows.py` ma
 
 import json
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from par_checkpoint import load
+from par_checkpoint import Format, load
 from par_data import IGNORE_INDEX
 from par_layers import ExpertConfig, LayerSet, LoadBalancing, RouterConfig, initialize, layer_set
 from par_layers.examples import GPT, GPTStage
@@ -26,7 +26,6 @@ from ..config.settings import build
 from ..strategy.execute import Criterion
 from ..strategy.strategy import Strategy
 from .byte_rows import PADDING
-from .checkpoint import load_state
 from .options import ModelOptions, Options
 from .recipe import BatchDict, Recipe
 
@@ -100,25 +99,21 @@ class ByteGPT(Recipe):
         return model_flops(self.options.model.shape)
 
     def kept_options(self) -> dict[str, Any]:
-        """Return the sizes of the model and how documents are packed."""
-        return kept_options(self.options)
+        """Return the seed, the precision, the sizes of the model and how documents are packed."""
+        options = self.options
+        return {
+            "seed": options.seed,
+            "data.packing": options.data.packing,
+            "data.documents": options.data.documents,
+            **{f"model.{each.name}": getattr(options.model, each.name) for each in fields(options.model)},
+            "precision": options.precision,
+        }
 
-    def files(self, model: nn.Module) -> AbstractContextManager[dict[str, Any]]:
-        """Yield the content of a config.json with all options, from which `load_model` rebuilds the model."""
-        del model
+    def format(self, model: nn.Module, held: ExitStack) -> Format:
+        """Return a format whose config.json has all options, from which `load_model` rebuilds the model."""
+        del model, held
         options = json.loads(json.dumps(asdict(self.options)))
-        return nullcontext({"config": {"format": FORMAT, "par_train": __version__, "options": options}})
-
-
-def kept_options(options: Options) -> dict[str, Any]:
-    """Return the options that must stay the same when a run of the byte GPT resumes, by name."""
-    return {
-        "seed": options.seed,
-        "data.packing": options.data.packing,
-        "data.documents": options.data.documents,
-        **{f"model.{each.name}": getattr(options.model, each.name) for each in fields(options.model)},
-        "precision": options.precision,
-    }
+        return Format(config={"format": FORMAT, "par_train": __version__, "options": options})
 
 
 def make_gpt(options: ModelOptions, layers: LayerSet | None = None) -> GPT:
@@ -202,13 +197,13 @@ def load_model(path: str | Path) -> GPT:
     """Load the byte GPT of a checkpoint on the CPU. Collective if torch.distributed runs.
 
     Args:
-        path: Folder of the checkpoint, such as `runs/gpt/checkpoint`.
+        path: Folder of the checkpoint, such as `runs/gpt/checkpoints/step-00000800`.
 
     Raises:
         ValueError: The folder holds no checkpoint, or its format is not this version's.
     """
-    # It raises for a folder that is no checkpoint of a run, before the options in it are read.
-    load_state(Path(path))
+    if not Path(path).is_dir():
+        raise UserError(f"there is no checkpoint {str(path)!r}; pass the folder of one")
     model = make_gpt(load_options_of(Path(path)).model)
     fill_(model, None)
     load(path, model=model)

@@ -9,8 +9,8 @@ from par_data import Corpus, FolderText, PackedDataset
 
 from .._errors import UserError, as_user_error
 from ..run.output import end_of
-from .data import JobData
 from .options import Options
+from .recipe import JobData
 
 PADDING = 0
 """The byte that fills rows; no text file contains it."""

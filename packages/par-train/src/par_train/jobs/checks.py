@@ -221,19 +221,16 @@ def _check_schedule(options: Options, topology: Topology) -> None:
             partition(options.model.layers, found.stages)
 
 
-def check_files(options: Options) -> FolderText | ModelFolder:
-    """Read the text, or the config of the model, and check the output folder.
+def read_files(options: Options) -> FolderText | ModelFolder:
+    """Read the text, or the config of the model.
 
     Raises:
         UserError: A file or a folder is not usable.
     """
-    found: FolderText | ModelFolder
     if options.model.folder:
-        found = read_folder(options)
-    else:
-        found = read_text(options.data)
-        check_size(found, options)
-    check_output(options)
+        return read_folder(options)
+    found = read_text(options.data)
+    check_size(found, options)
     return found
 
 
@@ -290,18 +287,11 @@ def _check_memory(memory: MemoryOptions) -> None:
 def _check_tiers(options: Options) -> None:
     """Check tiers without access to them; `par_checkpoint.Checkpoints.check` tries them out."""
     given = options.checkpoint
-    if not given.tiers:
-        if given.copies:
-            raise UserError(
-                f"checkpoint.copies is {given.copies}, but there are no checkpoint.tiers; give the memory of each host "
-                "as the first one, such as /dev/shm/gpt, and one that outlives it"
-            )
-        if given.keep_last:
-            raise UserError(
-                "checkpoint.keep_last is given, but there are no checkpoint.tiers, and the output folder has one "
-                "checkpoint; leave it out, or give tiers"
-            )
-        return
+    if given.copies and not given.tiers:
+        raise UserError(
+            f"checkpoint.copies is {given.copies}, but there are no checkpoint.tiers; give the memory of each host "
+            "as the first one, such as /dev/shm/gpt, and one that outlives it"
+        )
     if len(given.keep_last) not in (0, 1, len(given.tiers)) or min(given.keep_last, default=1) < 1:
         raise UserError(
             f"checkpoint.keep_last is {list(given.keep_last)} for {len(given.tiers)} tiers; give one number of 1 or "

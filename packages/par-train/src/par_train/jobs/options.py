@@ -215,13 +215,12 @@ class AdapterOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
-    """The storage tiers of checkpoints, if a run saves to more than the output folder."""
+    """The number of checkpoints to keep, and their storage tiers, if a run saves to more than the output folder."""
 
     tiers: tuple[str, ...] = option(
         (),
         "folders or URLs for each checkpoint of this run, the nearest first, such as "
-        "/dev/shm/gpt,/nvme/gpt,s3://bucket/gpt; training waits only for the first; default: one checkpoint in the "
-        "output folder",
+        "/dev/shm/gpt,/nvme/gpt,s3://bucket/gpt; training waits only for the first; default: the output folder",
     )
     copies: int = option(
         0,
@@ -254,7 +253,7 @@ class Options:
 
     output: str = option(
         "",
-        "folder for checkpoint, metrics and curve; default: runs/gpt, or runs/ and the name of the model's folder",
+        "folder for checkpoints, metrics and curve; default: runs/gpt, or runs/ and the name of the model's folder",
     )
     resume: Literal["no", "auto"] = option("no", "auto: resume from the checkpoint in the output folder, if it has one")
     overwrite: bool = option(False, "replace the run in the output folder; not allowed with resume")

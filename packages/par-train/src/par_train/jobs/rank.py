@@ -17,7 +17,7 @@ from par_groups import read_environment
 from .._errors import TrainingError, UserError
 from ..config.settings import build
 from ..run.output import say
-from ..run.stop import Stop, StoppedEarly, catch_signals, exit_code, follow_launcher, one_traceback
+from ..run.stop import Stop, StoppedEarly, catch_signals, follow_launcher, one_traceback
 from .options import Options
 
 
@@ -70,7 +70,7 @@ def _live(options: Options, stop: Stop) -> int:
         with one_traceback():
             from .job_run import train  # noqa: PLC0415 - slow, and torch's
 
-            return exit_code(train(options, stop))
+            return train(options, stop)
     except UserError as error:
         print_error(error)
         return 2

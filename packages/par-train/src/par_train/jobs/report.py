@@ -18,14 +18,13 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 
-def print_banner(options: Options, topology: Topology, trainer: "Trainer", origin: str | None = None) -> None:
+def print_banner(options: Options, topology: Topology, trainer: "Trainer") -> None:
     """Print the banner: ranks, model, data, and where the run starts.
 
     Args:
         options: Options of the run.
         topology: Topology of the ranks.
         trainer: The trainer, which has restored the checkpoint.
-        origin: Folder of the checkpoint that the run resumes from; None for a run from step 0.
     """
     recipe, data, batch = trainer.recipe, trainer.data, options.train.batch_size
     replicas = topology.size(data_axes(topology))
@@ -36,8 +35,9 @@ def print_banner(options: Options, topology: Topology, trainer: "Trainer", origi
     say("\n".join(drawn if topology.world_size > 1 else drawn[:1]))
     _row("model", f"{recipe.title}, {trainer.parameters:,} parameters", *recipe.describe())
     _row("precision", f"{options.precision}, ZeRO stage {options.zero}")
-    if trainer.schedule is not None:
-        _row("pipeline", f"{options.pipeline.schedule}, {trainer.schedule.microbatches} microbatches")
+    schedule = trainer.strategy.schedule
+    if schedule is not None:
+        _row("pipeline", f"{options.pipeline.schedule}, {schedule.microbatches} microbatches")
     _row("data", *data.summary)
     _row("batch", f"{batch} {rows} of {data.context} {recipe.unit}s, {batch // replicas} a replica")
     print_spent(trainer.strategy)
@@ -49,7 +49,7 @@ def print_banner(options: Options, topology: Topology, trainer: "Trainer", origi
         kept = f", of each host's own, on {copies} host{'s' * (copies > 1)} each" if copies else ""
         first = f"first to {tiers[0]}{kept}"
         then = [f"then to {tier}" for tier in tiers[1:]]
-        _row("saves", first, *then, *([] if origin is None else [f"goes on from {origin}"]))
+        _row("saves", first, *then)
 
 
 def print_spent(strategy: Setup) -> None:
@@ -76,8 +76,12 @@ def print_summary(options: Options, lines: Sequence[dict[str, Any]], step: int, 
         )
     if lines:
         _print_results(lines, guess)
-    for path in options.files.present():
-        say(f"wrote {path}")
+    files, tiers = options.files, options.checkpoint.tiers
+    if step:
+        say(f"wrote {tiers[-1] if tiers else files.folder}/{files.checkpoints.name}/step-{step:08d}")
+    for path in files.present():
+        if path != files.checkpoints:
+            say(f"wrote {path}")
 
 
 def _print_results(lines: Sequence[dict[str, Any]], guess: float) -> None:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from par_groups import STOP_SIGNALS, block_stop_signals, read_environment
 
 from .._errors import UserError, as_user_error
-from ..run.lock import NEAR, SAVED, has_come_to
+from ..run.lock import NEAR, SAVED, note_of, read_note
 from ..run.output import say
 from ..run.stop import exit_code, handled_signals, leave_terminal
-from .checks import accelerator_count, check_config, check_files
+from .checks import accelerator_count, check_config, check_output, read_files
 from .options import Options
 from .rank import join
 
@@ -49,7 +49,8 @@ def run(options: Options) -> int:
     ranks = _rank_count(options)
     check_config(options, ranks)
     # The files are checked here as well, so that a mistake costs no start of ranks.
-    check_files(options)
+    read_files(options)
+    check_output(options)
     return _start(options, ranks)
 
 
@@ -120,9 +121,10 @@ def _quiet_launcher() -> Iterator[None]:
 
 def _after_signal(number: signal.Signals, options: Options, launch: str) -> int:
     """The launcher has forwarded the signal, and the ranks have left: before the first step, or their save failed."""
-    if has_come_to(SAVED, options.files, launch):
+    note = read_note(options.files)
+    if note == note_of(SAVED, launch):
         return exit_code(number)
-    near = has_come_to(NEAR, options.files, launch)
+    near = note == note_of(NEAR, launch)
     how = f"before the last step had come further than {options.checkpoint.tiers[0]}" if near else "without saving"
     say(f"par-train: {number.name}: stopped {how}", sys.stderr)
     return 128 + number

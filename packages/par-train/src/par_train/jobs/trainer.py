@@ -1,9 +1,8 @@
 """The trainer of a job: one rank's part of the model, its position in the data, and steps that all ranks agree on."""
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,25 +13,18 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader, default_collate
 
-from par_checkpoint import Checkpoints, Format, Save
 from par_data import IGNORE_INDEX, split_evenly
-from par_groups import STOP_SIGNALS, ProcessGroups, agree, copy_to_device, number_on_device, sharding_of
-from par_pipeline import PipelineError, Schedule, Timeline
-from par_precision import MixedOptimizer, Step
+from par_groups import ProcessGroups, agree, copy_to_device, number_on_device, sharding_of
+from par_pipeline import PipelineError
+from par_precision import MixedOptimizer
 
 from .._errors import TrainingError, UserError
-from ..run.metrics import load_of
-from ..run.output import say
-from ..run.stop import FAILED
-from ..strategy.canonical.environment import warn_of_other_bits
 from ..strategy.strategy import Strategy
 from .byte_gpt import ByteGPT
-from .checkpoint import Origin, TrainingState, write_checkpoint
-from .data import JobData
 from .existing.folder import ModelFolder
 from .existing.model import PretrainedModel
 from .options import Options, TrainOptions, learning_rate
-from .recipe import BatchDict, Recipe
+from .recipe import BatchDict, JobData, Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,14 +35,12 @@ class StepResult:
         loss: Mean over the targets of the global batch, in nats.
         gradient_norm: Norm of the averaged gradient before clipping.
         skipped: Whether the gradient was not finite, so that the step changed nothing.
-        signal: The signal that some rank received, else 0.
         routers: Metrics of the routers of experts by name; see `Strategy.router_metrics`.
     """
 
     loss: float
     gradient_norm: float
     skipped: bool
-    signal: int
     routers: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -69,9 +59,7 @@ class Trainer:
         model: This rank's part of the model, as `Strategy.initialize` returned it.
         optimizer: Its optimizer.
         parameters: Number of elements of the full model.
-        step: Steps taken, including those of earlier runs.
-        samples: Rows consumed by all ranks together, which is the position in the data.
-        on_phase: Callback that receives "data" before the trainer reads a batch, and "step" after it.
+        loader: Data loader of this rank's rows, whose position is part of a checkpoint.
 
     Raises:
         ValueError: The model cannot be made or not be sharded over these ranks; on every rank.
@@ -104,8 +92,6 @@ class Trainer:
             broadcast_batches=folder is not None,
         )
         self.recipe: Recipe = ByteGPT(options) if folder is None else PretrainedModel(options, folder, data)
-        self.step = self.samples = self._first = 0
-        self.on_phase: Callable[[str], object] = lambda _: None
         cut = self.strategy.sequence_ranks
         if data.context % cut and self.strategy.context.ranks == 1:  # sequence ranks pad their rows instead
             raise UserError(
@@ -115,14 +101,14 @@ class Trainer:
         model = self.recipe.make_model(self.strategy)
         loader = DataLoader(data.train, batch_size=options.train.batch_size, sampler=data.train.sampler, drop_last=True)
         given = self.strategy.initialize(model, make_optimizer(model, options.train), loader)
-        self.model, self.optimizer, self._loader = given[0], _checked(given[1]), given[2]
+        self.model, self.optimizer, self.loader = given[0], _checked(given[1]), given[2]
         # Validation always uses the same rows, so that its losses can be compared.
         self._validation = spread(data.held_out.count(0), options.data.validation_windows)
         self.parameters = count_parameters(self.model, device)
         if folder is None:
             # The byte GPT checks its sizes when it is called. One batch raises now, before the run replaces another.
             # `ByteGPT.prepare` splits rows along the sequence itself, so the loader must return complete ones.
-            self._loader.transform = None
+            self.loader.transform = None
             self.model.eval()  # in training mode, routers would count tokens
             try:
                 self._evaluate(np.resize(self._validation, self._share_size), self._share_size)
@@ -134,20 +120,12 @@ class Trainer:
 
     # One step
 
-    def advance(self, signal: int) -> StepResult:
-        """Take one optimizer step on the next global batch. Collective.
-
-        Args:
-            signal: The signal that this rank received, else 0; the ranks agree on one.
+    def advance(self, batch: BatchDict) -> StepResult:
+        """Take one optimizer step on this rank's part of a global batch. Collective.
 
         Raises:
             TrainingError: The loss is not finite; on every rank.
         """
-        self.on_phase("data")
-        # The loader keeps its position, so a new iterator goes on behind the last batch, in the next epoch if one has
-        # ended.
-        batch = next(iter(self._loader))
-        self.on_phase("step")
         given, criterion = self.recipe.prepare(batch)
         loss = self.strategy.execute_pipeline(iter([given]), self.model, criterion, self.optimizer)
         # The rate is a function of the step, so a resumed run needs no state of a scheduler.
@@ -156,34 +134,29 @@ class Trainer:
             group["lr"] = rate
         outcome = self.optimizer.step()  # all ranks agree on the norm, and clip or skip
         self.optimizer.zero_grad()
-        self.step += 1
-        self.samples += self.options.train.batch_size
         # A sequence rank has a part of each row; the loader counted the targets of the complete rows.
         split = batch.get("num_items_in_batch")
-        return self._agree(loss, target_count(batch) if split is None else split, outcome, signal)
+        mean = self._mean(loss, target_count(batch) if split is None else split)
+        norm, skipped = float(outcome.grad_norm), bool(outcome.skipped)
+        routers = self.strategy.router_metrics(self.model) if self.options.model.experts else {}
+        metrics = {name: float(value) for name, value in routers.items()}
+        return StepResult(loss=mean, gradient_norm=norm, skipped=skipped, routers=metrics)
 
-    def _agree(self, loss: Tensor, count: Tensor, outcome: Step, signal: int) -> StepResult:
-        """Compute the mean loss over all targets, and the signal that any rank received."""
-        numbers = (FAILED, *STOP_SIGNALS)
-        # Signals travel with the loss, in the one all-reduce that each step needs anyway.
-        asked = [float(signal == each) for each in numbers]
-        sums = copy_to_device(torch.tensor([0.0, 0.0, *asked], dtype=torch.float64), self.strategy.device)
+    def _mean(self, loss: Tensor, count: Tensor) -> float:
+        """Return the mean loss over all targets of the world. Collective."""
+        sums = copy_to_device(torch.zeros(2, dtype=torch.float64), self.strategy.device)
         sums[1] = count
         sums[0] = torch.where(sums[1] > 0, loss * sums[1], 0.0)  # the mean over no target is NaN
-        # Sum over the world, shape (2 + numbers,). The ranks of a replica have the same numbers, so the mean is right.
+        # Two numbers over the world. The ranks of a replica have the same numbers, so the mean is right.
         dist.all_reduce(sums)
-        total, targets, *asked = sums.tolist()
-        mean = total / targets if targets else 0.0
+        total, targets = sums.tolist()
+        mean: float = total / targets if targets else 0.0
         if not math.isfinite(mean):
             raise TrainingError(
                 f"the loss became {mean} at step {self.step}{_on_ranks(loss)}; lower train.learning_rate "
                 f"{self.options.peak_learning_rate:g} or train.clip_norm {self.options.train.clip_norm:g}"
             )
-        agreed = next((number for number, count in zip(numbers, asked, strict=True) if count), 0)
-        norm, skipped = float(outcome.grad_norm), bool(outcome.skipped)
-        routers = self.strategy.router_metrics(self.model) if self.has_routers else {}
-        metrics = {name: float(value) for name, value in routers.items()}
-        return StepResult(loss=mean, gradient_norm=norm, skipped=skipped, signal=agreed, routers=metrics)
+        return mean
 
     # Validation
 
@@ -214,97 +187,16 @@ class Trainer:
         loss = self.strategy.execute_pipeline(iter([given]), self.model, criterion, forward_only=True)
         return torch.stack([torch.where(targets > 0, loss * targets, 0.0), targets])
 
-    def write_samples(self) -> list[dict[str, str]]:
-        """Generate texts, each as "prompt" and "text". Collective."""
-        return self.recipe.write_samples(self.strategy, self.model)
-
-    # Checkpoints
-
-    def save(self, place: Path | Checkpoints, seconds: float) -> Save:
-        """Write a checkpoint, to which every rank contributes its part. Collective.
-
-        Args:
-            place: Folder whose checkpoint is replaced, or the run's checkpoints in its tiers.
-            seconds: Time spent in training so far.
-
-        Returns:
-            The save, which may still be copying to further tiers.
-        """
-        state = TrainingState(
-            step=self.step,
-            samples=self.samples,
-            seconds=seconds,
-            text=self.data.digest,
-            model=self.recipe.source_digest,
-            kept=self.recipe.kept_options(),
-            numerics=self.strategy.environment_of_bits,
-            digest=self._digest(),
-        )
-        parts = self._parts()
-        with self.recipe.files(self.model) as files:
-            return write_checkpoint(place, state, **{**parts, "format": replace(parts["format"], **files)})
-
-    def _digest(self) -> str:
-        """Return the digest of the weights, and print it on rank 0; "" for ordinary numerics. Collective."""
-        if self.options.numerics == "ordinary":
-            return ""
-        digest = str(self.strategy.digest(self.model))
-        if self.strategy.is_master:
-            say(f"par-train: step {self.step} has digest {digest}")
-        return digest
-
-    def restore(self, origin: Origin) -> None:
-        """Load this rank's part of a checkpoint, and go to its position in the data. Collective.
-
-        Raises:
-            UserError: The position is not between two batches of this size.
-        """
-        try:
-            self._loader.load_state_dict({"samples": origin.state.samples})
-        except ValueError as error:
-            raise UserError(f"train.batch_size {self.options.train.batch_size}: {error}") from None
-        warn_of_other_bits(origin.state.numerics, self.strategy.environment_of_bits)
-        origin.load(**self._parts())
-        # The strategy seeds the random numbers of a step by its number, so dropout goes on as if nothing had stopped.
-        self.step = self._first = self.strategy.steps = origin.state.step
-        self.samples = origin.state.samples
-
-    def _parts(self) -> dict[str, Any]:
-        """Return the keywords with which par-checkpoint saves or loads weights, optimizer and loss scale."""
-        own = {"optimizer": self.optimizer, "scheduler": self.optimizer.scaling, "format": Format()}
-        return {**own, **self.recipe.parts(self.model)}
-
-    # What metrics and the banner show
-
-    @property
-    def guess(self) -> float:
-        """The loss of a model that gives every token the same probability, in nats."""
-        return math.log(self.data.vocabulary)
-
     @property
     def tokens(self) -> int:
         """Number of tokens that all ranks together have trained on so far."""
-        return self.samples * self.data.context
+        tokens: int = self.loader.samples * self.data.context
+        return tokens
 
     @property
-    def schedule(self) -> Schedule | None:
-        """The pipeline's schedule; None without a pipeline."""
-        return self.strategy.schedule
-
-    @property
-    def has_routers(self) -> bool:
-        """Whether the model, on whatever stage, has routers of par-layers."""
-        return self.options.model.experts > 0
-
-    def expert_load(self) -> dict[str, list[float]]:
-        """Return each expert's tokens in the last step, divided by its router's mean, by router. Collective."""
-        return load_of(self.strategy.expert_load(self.model)) if self.has_routers else {}
-
-    def timeline(self) -> Timeline | None:
-        """Return when the ranks of this pipeline did what in the last step; None without one. Collective over it."""
-        if self.strategy.schedule is None or self.step == self._first:
-            return None
-        return self.strategy.pipeline(self.model).timeline()
+    def step(self) -> int:
+        """Steps taken, including those of earlier runs."""
+        return self.strategy.steps
 
     @property
     def _share_size(self) -> int:

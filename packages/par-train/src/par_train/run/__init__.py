@@ -1,4 +1,4 @@
 """A training run in a folder: `Run` and the parts that its loop is made of.
 
-`loop` steps; `opening` takes the folder, `stop` ends a rank, `saver` saves, `log` writes lines, `monitor` watches.
+`run` steps; `opening` takes the folder, `stop` ends a rank, `saver` saves, `log` writes lines, `monitor` watches.
 """

@@ -35,10 +35,7 @@ class RunFiles:
     folder: Path
 
     checkpoints = _Inside("checkpoints")
-    """The folder in which `Run` has one folder a checkpoint, `step-00000500` and so on."""
-
-    checkpoint = _Inside("checkpoint")
-    """The one checkpoint of `par-train run`, a folder that each save replaces."""
+    """The folder with one folder for each checkpoint, `step-00000500` and so on."""
 
     tiers = _Inside("tiers.json")
     """The list of tiers that have the run's checkpoints; a run without tiers has none."""
@@ -75,12 +72,12 @@ class RunFiles:
     def present(self) -> list[Path]:
         """Return the files and folders that a run has written."""
         pictures = (self.curve, self.load, self.measured, self.predicted)
-        every = (self.checkpoints, self.checkpoint, self.metrics, self.tiers, *pictures, self.trace)
+        every = (self.checkpoints, self.metrics, self.tiers, *pictures, self.trace)
         return [path for path in every if path.exists()]
 
     def saved(self) -> list[str]:
         """Return the paths of all checkpoints, relative to the folder."""
-        patterns = ("checkpoint", "checkpoints/*", "checkpoints/*/*")  # each of several models has a folder
+        patterns = ("checkpoints/*", "checkpoints/*/*")  # each of several models has a folder
         found = [path for pattern in patterns for path in self.folder.glob(f"{pattern}/par_checkpoint.json")]
         return sorted(str(path.parent.relative_to(self.folder)) for path in found)
 

@@ -111,8 +111,3 @@ def note_of(state: str, launch: str | None = None) -> str:
 def has_begun(files: RunFiles) -> bool:
     """Return whether an earlier start of this rank's launch has begun a run in the folder."""
     return read_note(files) in map(note_of, (BEGUN, NEAR, SAVED))
-
-
-def has_come_to(state: str, files: RunFiles, launch: str) -> bool:
-    """Return whether the launch ended in a state, such as `SAVED`."""
-    return read_note(files) == note_of(state, launch)

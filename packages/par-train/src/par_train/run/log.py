@@ -216,14 +216,13 @@ class MetricsLog:
                 facts = self._monitor.activity.facts
                 self._trackers = make_trackers(self._policy.trackers, self._files.folder, facts, replaces=fresh)
 
-    def open(self, until: int, step: int, *, fresh: bool, seconds: float | None = None) -> None:
+    def open(self, until: int, step: int, *, fresh: bool) -> None:
         """Open the metrics file and show progress, on rank 0. A fresh run removes what the folder has.
 
         Args:
             until: Step at which training ends.
             step: Steps done.
             fresh: Whether nothing in the folder is this run's.
-            seconds: Time spent by earlier runs; default: the value in the last line.
         """
         earlier: list[dict[str, float]] = []
         if self._is_master:
@@ -238,7 +237,7 @@ class MetricsLog:
         # Counts continue from the last line of the run that is resumed.
         self._totals = {name: value for name, value in last.items() if isinstance(value, int)}
         self._written = time.monotonic()
-        self._began = self._written - (last.get("seconds", 0.0) if seconds is None else seconds)
+        self._began = self._written - last.get("seconds", 0.0)
 
     def add(self, values: Mapping[str, Value]) -> None:
         """Add values of this rank to the next line."""

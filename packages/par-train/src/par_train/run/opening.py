@@ -1,189 +1,247 @@
-"""How a `Run` takes its folder: the lock, what the folder holds, and the checkpoint to resume from."""
+"""How a run takes its folder: the lock, what the folder holds, and the checkpoint to resume from."""
 
+import json
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from os import fspath
 from pathlib import Path
-from typing import Protocol
 
-from par_checkpoint import Tiers
+from par_checkpoint import CheckpointError, Tiers
 from par_groups import agree, check_alike, together
 
-from .._errors import UserError
-from ..strategy.strategy import Strategy
+from .._errors import UserError, as_user_error
+from ..strategy.files import RunCheckpoints
 from .files import RunFiles
+from .hooks import RunHooks, Spelling
 from .lock import Lock, has_begun, is_restarted, lock_folder
 from .output import say
 from .policies import CheckpointPolicy, LoggingPolicy, MonitoringPolicy
-from .saver import StrategySaver
+from .saver import Saver
 
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """A folder that a run has taken.
+    """A folder that a run has taken, and the point from which it continues.
 
     Args:
         step: Steps done by earlier runs.
         fresh: Whether nothing in the folder is this run's.
         lock: Lock of the folder; None on all ranks but the first.
-        seconds: Time spent by earlier runs; None: the last line of metrics has it.
     """
 
     step: int
     fresh: bool
     lock: Lock | None
-    seconds: float | None = None
 
 
-class Opening(Protocol):
-    """The way in which a run takes its folder and restores the state to resume from."""
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """What rank 0 has found in the folder, and what it does with it. All ranks go by it.
 
-    def open(self, held: ExitStack) -> Opened:
-        """Take the folder until `held` is closed. Collective."""
+    Args:
+        present: Names of a run's files in the folder.
+        saved: Checkpoints that the folder has, of any run.
+        tiers: Tiers in which the run of the folder has its checkpoints.
+        resume: "auto", a path, or None, as in `Run`.
+        overwrite: Whether to replace the run that the folder has.
+    """
+
+    present: tuple[str, ...] = ()
+    saved: tuple[str, ...] = ()
+    tiers: tuple[str, ...] = ()
+    resume: str | None = None
+    overwrite: bool = False
 
 
 class FolderOpening:
-    """The opening of a `Run`.
+    """The opening of a run's folder, in two steps: `take` needs no model, and `restore` loads the checkpoint into it.
 
     Args:
         files: Files of the run.
-        strategy: Strategy of the run, into which the checkpoint is loaded.
-        saver: Receives the step that is resumed.
         resume: "auto", a path, or None, as in `Run`.
         overwrite: Whether to replace the run that the folder has.
         policies: Policies for checkpoints, lines and watchers, which are checked here.
+        is_master: Whether this is rank 0, which takes the lock.
+        spelling: How the user passes the options, for messages.
     """
 
     def __init__(
         self,
         files: RunFiles,
-        strategy: Strategy,
-        saver: StrategySaver,
         *,
         resume: str | None,
         overwrite: bool,
         policies: tuple[CheckpointPolicy, LoggingPolicy, MonitoringPolicy],
+        is_master: bool,
+        spelling: Spelling,
     ) -> None:
-        self._files, self._strategy, self._saver = files, strategy, saver
-        self._resume, self._overwrite, self._policies = resume, overwrite, policies
-        self._tiers = policies[0].tiers
+        self._files, self._policies, self._is_master, self.spelling = files, policies, is_master, spelling
+        self._found = _Found(resume=resume, overwrite=overwrite)
+        self._lock: Lock | None = None
+        self._is_taken = False
 
-    def open(self, held: ExitStack) -> Opened:
-        """Take the folder, and load the checkpoint that `resume` names. Collective."""
+    def take(self, held: ExitStack) -> None:
+        """Lock the folder until `held` is closed, and look at what it holds; a second call does nothing. Collective.
+
+        Raises:
+            ValueError: An option is wrong, or differs between ranks, or another run has the folder; on every rank.
+        """
+        if self._is_taken:
+            return
+        # torchrun starts ranks again with the same arguments. They must go on with what this launch has saved, also
+        # under overwrite=True. A rank on a node that replaces a lost one has not run before, but joins such ranks.
+        restarted = any(agree(None, is_restarted(), None).values())
         problem: Exception | None = None
-        present: list[str] = []
-        saved: list[str] = []
-        lock: Lock | None = None
+        found = self._found
         try:
             for policy in self._policies:
                 policy.check()
-            if self._resume is not None and self._overwrite:
+            if found.resume is not None and found.overwrite:
                 raise UserError(
-                    f"resume={self._resume!r} continues a run and overwrite=True replaces it; pass only one"
+                    f"resume={found.resume!r} continues a run and overwrite=True replaces it; pass only one"
                 )
-            if self._strategy.is_master:
-                lock = held.enter_context(lock_folder(self._files))
-                present, saved = [path.name for path in self._files.present()], self._files.saved()
-                # torchrun starts ranks again with the same arguments. They must go on with what this launch has saved,
-                # also under overwrite=True.
-                if is_restarted() and has_begun(self._files):
-                    self._resume, self._overwrite = "auto", False
-                if not is_restarted():
-                    lock.note("")  # of an earlier launch
+            if self._is_master:
+                self._lock = held.enter_context(lock_folder(self._files, f"name {self.spelling.folder}"))
+                found = self._look(restarted=restarted)
         except Exception as error:  # any kind, because the other ranks must raise it, too
             problem = error
         checkpoint, logging, _ = self._policies
         # Ranks with other numbers would save or log at other steps, and wait in different collectives.
         numbers = (checkpoint.every, checkpoint.keep_last, logging.every)
-        tiers = (len(self._tiers.folders), self._tiers.copies) if isinstance(self._tiers, Tiers) else None
-        options = (str(self._files.folder), numbers, tiers)
-        every = agree(problem, (options, present, saved, self._resume, self._overwrite), None)
-        check_alike({rank: each[0] for rank, each in every.items()}, "options of a Run")
+        # `check` has found a policy of another type, and the error comes with `problem`.
+        given = checkpoint.tiers if isinstance(checkpoint.tiers, Tiers) else None
+        tiers = None if given is None else (len(given.folders), given.copies)
+        every = agree(problem, ((str(self._files.folder), numbers, tiers), found), None)
+        check_alike({rank: options for rank, (options, _) in every.items()}, "options of a Run")
         # Rank 0 decides by what it has found; the other ranks may not see the folder yet, as on NFS.
-        _, present, saved, self._resume, self._overwrite = every[0]
-        if self._tiers is not None:
-            self._check_tiers(self._tiers)
-        return self._restore(present, saved, lock)
+        self._found = every[0][1]
+        self._is_taken = True
 
-    def _check_tiers(self, tiers: Tiers) -> None:
+    def _look(self, *, restarted: bool) -> _Found:
+        """Return what the folder holds, on rank 0, which has the lock."""
+        assert self._lock is not None  # noqa: S101 - `take` has it
+        resume, overwrite = self._found.resume, self._found.overwrite
+        tiers: tuple[str, ...] = ()
+        if restarted and has_begun(self._files):
+            resume, overwrite = "auto", False
+        if not restarted:
+            self._lock.note("")  # of an earlier launch
+        with suppress(OSError, ValueError):  # a run without tiers has no list
+            tiers = tuple(json.loads(self._files.tiers.read_text()))
+        present = tuple(path.name for path in self._files.present())
+        saved = tuple(self._files.saved())
+        return _Found(present=present, saved=saved, tiers=tiers, resume=resume, overwrite=overwrite)
+
+    def restore(self, saver: Saver, hooks: RunHooks) -> Opened:
+        """Load the checkpoint to resume from. Every rank finds the same one, so that all raise or none. Collective.
+
+        Args:
+            saver: Checkpoints of the run; it receives the step that is resumed.
+            hooks: Checks that the checkpoint belongs to the run.
+
+        Raises:
+            ValueError: The folder or a tier has a run that is neither resumed nor replaced, or there is no checkpoint
+                to resume from.
+        """
+        found, words, tiers = self._found, self.spelling, self._policies[0].tiers
+        folder = str(self._files.folder)
+        if tiers is not None:
+            self._check_tiers(tiers, saver)
+        with together("finding a checkpoint", None):
+            source, step = self._source(saver)
+        named = {fspath(tier) for tier in (tiers.folders if tiers else ())}
+        # Tiers that were moved hold the run under other names, so a checkpoint that was found in the tiers suffices.
+        is_elsewhere = bool(found.tiers) and not named.intersection(found.tiers)
+        if found.resume == "auto" and is_elsewhere and (tiers is None or step is None):
+            raise UserError(
+                f"the checkpoints of the run in {folder!r} are in {', '.join(found.tiers)}; pass them as "
+                f"{words.tiers}, or, if they are gone, remove {str(self._files.tiers)!r}"
+            )
+        # A checkpoint of another folder begins a run of its own here, whose records start anew.
+        fresh = step is None or (found.resume != "auto" and source is not saver.checkpoints)
+        if found.present and fresh and found.resume != "auto" and not found.overwrite:
+            raise UserError(
+                f"the folder {folder!r} has a run already ({found.present[0]}); pass {words.resume} to continue it, "
+                f"{words.overwrite} to replace it, or {words.folder}"
+            )
+        # A user who asks to resume must not lose a checkpoint because it did not fit.
+        if found.saved and fresh and found.resume == "auto":  # a run that starts from step 0 would remove it
+            raise UserError(
+                f"the folder {folder!r} has a checkpoint ({found.saved[0]}) that this run cannot resume from: it is "
+                "damaged, or another number of models was saved; initialize what was saved, pass "
+                f"{words.overwrite} and not {words.resume} to replace the run, or {words.folder}"
+            )
+        if step is None:
+            return Opened(step=0, fresh=True, lock=self._lock)
+        # Rank 0 has found the step, and hosts may have other disks under the same path.
+        sees = {} if source.tiers is not None else agree(None, Path(source.root).is_dir(), None)
+        blind = [rank for rank, found_it in sees.items() if not found_it]
+        if blind:
+            raise UserError(
+                f"ranks {blind} do not find {source.root!r}, from which rank 0 resumes after step {step}; put the "
+                "folder on a file system that all ranks share"
+            )
+        newest = None if fresh else source.latest_step()
+        if newest is not None and newest > step:
+            raise UserError(
+                f"{folder!r} has a checkpoint of step {newest}, later than step {step} of resume; pass another folder "
+                "for the run that continues from there, or move the later checkpoints elsewhere"
+            )
+        hooks.check(source.state_of(step), f"{source.root}/step-{step:08d}")
+        source.resume(step)
+        if source is saver.checkpoints:
+            saver.saved = step
+        if self._is_master:
+            where = "" if tiers is None else f", from {source.resumed_from}"
+            say(f"par-train: resumes after step {step}{where}", sys.stderr)
+        return Opened(step=step, fresh=fresh, lock=self._lock)
+
+    def _check_tiers(self, tiers: Tiers, saver: Saver) -> None:
         """Raise UserError if a tier cannot be written, or holds a run that is neither resumed nor replaced."""
-        self._saver.checkpoints.check()
-        if self._resume == "auto" or self._overwrite:
-            return
-        newest = self._saver.checkpoints.latest_step()
+        with as_user_error("checkpoint.tiers: ", TypeError, ImportError, CheckpointError):
+            saver.checkpoints.check()
+            newest = None
+            if self._found.resume != "auto" and not self._found.overwrite:
+                newest = saver.checkpoints.latest_step()
         if newest is not None:
             raise UserError(
                 f"a tier of {[fspath(tier) for tier in tiers.folders]} holds a run already, of step {newest}; pass "
-                "resume='auto' to continue it, overwrite=True to replace it, or other tiers"
+                f"{self.spelling.resume} to continue it, {self.spelling.overwrite} to replace it, or other "
+                f"{self.spelling.tiers}"
             )
 
-    def _restore(self, present: Sequence[str], saved: Sequence[str], lock: Lock | None) -> Opened:
-        """Load the checkpoint. Every rank finds the same one, so that all raise or none.
-
-        Args:
-            present: Names of a run's files in the folder.
-            saved: Checkpoints that the folder has, of any run.
-            lock: The lock of the folder.
-        """
-        with together("finding a checkpoint", None):
-            source, step = self._source()
-        # A checkpoint of another folder begins a run of its own here, whose records start anew.
-        fresh = source != self._files.checkpoints or step is None
-        if present and fresh and self._resume != "auto" and not self._overwrite:
-            raise UserError(
-                f"the folder {str(self._files.folder)!r} has a run already ({present[0]}); pass resume='auto' to "
-                "continue it, overwrite=True to replace it, or another folder"
-            )
-        # A user who asks to resume must not lose a checkpoint because it did not fit.
-        if saved and fresh and self._resume == "auto":  # a run that starts from step 0 would remove it
-            raise UserError(
-                f"the folder {str(self._files.folder)!r} has a checkpoint ({saved[0]}) that this run cannot resume "
-                "from: another number of models was saved, or par-train run has written it; initialize what was "
-                "saved, pass overwrite=True to replace the run, or another folder"
-            )
-        if step is None:
-            return Opened(step=0, fresh=True, lock=lock)
-        newest = None if fresh else self._saver.checkpoints.latest_step()
-        if newest is not None and newest > step:
-            raise UserError(
-                f"{str(self._files.folder)!r} has a checkpoint of step {newest}, later than step {step} of resume; "
-                "pass another folder for the run that continues from there, or move the later checkpoints elsewhere"
-            )
-        if fresh:
-            self._strategy.checkpoints(source).resume(step)
-        else:
-            self._saver.checkpoints.resume(step)
-            self._saver.saved = step
-        if self._strategy.is_master:
-            where = "" if self._tiers is None else f", from {self._saver.checkpoints.resumed_from}"
-            say(f"par-train: resumes after step {step}{where}", sys.stderr)
-        return Opened(step=step, fresh=fresh, lock=lock)
-
-    def _source(self) -> tuple[Path, int | None]:
-        """Return the folder of checkpoints and the step to resume from; None without a checkpoint."""
-        own, checkpoints = self._files.checkpoints, self._strategy.checkpoints
-        if self._resume is None:
-            return own, None
-        if self._resume == "auto":
-            return own, self._saver.checkpoints.latest_step()
-        given = Path(self._resume).expanduser()
+    def _source(self, saver: Saver) -> tuple[RunCheckpoints, int | None]:
+        """Return the checkpoints, and the step to resume from; None without a checkpoint."""
+        resume, tiers, own = self._found.resume, self._policies[0].tiers, self._files.checkpoints
+        if resume is None:
+            return saver.checkpoints, None
+        if resume == "auto":
+            step = saver.checkpoints.latest_step()
+            if tiers is not None:
+                # A run that began without tiers may be ahead of them; the newer checkpoint counts.
+                local = saver.checkpoints_in(own)
+                before = local.latest_step()
+                if before is not None and (step is None or before > step):
+                    return local, before
+            return saver.checkpoints, step
+        given = Path(resume).expanduser()
         name, _, number = given.name.rpartition("-")
         if name == "step" and number.isdecimal():
             # A path such as .../step-00000500 names one checkpoint.
             root, found = given.parent, int(number) if given.is_dir() else None
         else:
             # Otherwise it is the folder of a run, or of checkpoints.
-            root, found = given / own.name, checkpoints(given / own.name).latest_step()
+            root, found = given / own.name, saver.checkpoints_in(given / own.name).latest_step()
             if found is None:
-                root, found = given, checkpoints(given).latest_step()
+                root, found = given, saver.checkpoints_in(given).latest_step()
         if found is None:
             raise UserError(
-                f"resume={self._resume!r}: it holds no complete checkpoint; pass the folder of a run or of one of its "
+                f"resume={resume!r}: it holds no complete checkpoint; pass the folder of a run or of one of its "
                 "checkpoints, or resume='auto', which starts from step 0 if there is none"
             )
-        if self._tiers is not None:
-            return root.absolute(), found  # of another run, because this run's checkpoints are in tiers
-        # A path that leads back to this folder continues its run, whose records then stay.
-        return (own if root.absolute() == own.absolute() else root), found
+        # A path that leads back to this folder continues its run, whose records then stay. With tiers it is another
+        # run's, because this run's checkpoints are in the tiers.
+        if tiers is None and root.absolute() == own.absolute():
+            return saver.checkpoints, found
+        return saver.checkpoints_in(root.absolute()), found

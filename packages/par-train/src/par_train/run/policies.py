@@ -23,6 +23,8 @@ class CheckpointPolicy:
         format: Files of the checkpoints, such as `Format(assets=["Qwen3-8B"])` with those of a tokenizer; default:
             `Format()`.
         async_: Whether training continues while a checkpoint is written.
+        plan: "huggingface" for all weights; "peft" for the adapters of each model only, as `Strategy.checkpoints`
+            describes.
     """
 
     every: int | None = None
@@ -30,6 +32,7 @@ class CheckpointPolicy:
     tiers: Tiers | None = None
     format: Format | None = None
     async_: bool = False
+    plan: str = "huggingface"
 
     def check(self) -> None:
         """Raise UserError if a number is below 1, or a policy is of another type."""

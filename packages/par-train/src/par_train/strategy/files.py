@@ -14,7 +14,7 @@ from par_precision import MixedOptimizer
 
 from .bundles import ModelBundle
 from .canonical.environment import warn_of_other_bits
-from .pretrained.files import PathLike, load_adapters, save_adapters, save_merged
+from .pretrained.files import PathLike, adapter_parts, load_adapters, save_adapters, save_merged
 from .setup import Setup
 
 PLANS = ("huggingface", "torch", "peft", "merged")
@@ -64,8 +64,11 @@ class RunCheckpoints:
         root: The folder of the checkpoints; with tiers, its name in each of them.
         keep_last: The number of newest checkpoints to keep, or one number for each tier; None keeps all.
         tiers: Storage tiers that each keep the checkpoints; None for the one folder `root`.
+        plan: "peft" writes and reads only the adapters of each model; "huggingface" all of it.
 
     Attributes:
+        root: The folder of the checkpoints; with tiers, its name in each of them.
+        tiers: The storage tiers; None for the one folder `root`.
         resumed_from: The folder that `resume` has read, in the nearest tier that held it; None before.
     """
 
@@ -77,9 +80,12 @@ class RunCheckpoints:
         *,
         keep_last: int | Sequence[int | None] | None = None,
         tiers: Tiers | None = None,
+        plan: str = "huggingface",
     ) -> None:
-        self._bundles, self._state, self._root = bundles, state, os.fspath(root)
-        self._keep_last, self._tiers = keep_last, tiers
+        if plan not in ("huggingface", "peft"):
+            raise ValueError(f"plan={plan!r}: a checkpoint has plan 'huggingface' or 'peft'; pass one of these")
+        self._bundles, self._state, self.root = bundles, state, os.fspath(root)
+        self._keep_last, self.tiers, self._plan = keep_last, tiers, plan
         self._folders: list[Checkpoints] = []
         self.resumed_from: str | None = None
 
@@ -95,11 +101,18 @@ class RunCheckpoints:
         # The `Checkpoints` are kept, since each of them knows its newest step and need not ask a slow tier for it.
         # A later initialize() may add a model, and the folders of all models get other names.
         if len(self._folders) != number:
-            roots = [self._root] if number == 1 else [f"{self._root}/{index}" for index in range(number)]
-            self._folders = [Checkpoints(root, keep_last=self._keep_last, tiers=self._tiers) for root in roots]
+            roots = [self.root] if number == 1 else [f"{self.root}/{index}" for index in range(number)]
+            self._folders = [Checkpoints(root, keep_last=self._keep_last, tiers=self.tiers) for root in roots]
         return list(zip(self._bundles, self._folders, strict=True))
 
-    def save(self, step: int, *, async_: bool = False, format: Format | None = None) -> list[Save]:  # noqa: A002
+    def save(
+        self,
+        step: int,
+        *,
+        async_: bool = False,
+        format: Format | None = None,  # noqa: A002
+        notes: Mapping[str, Any] | None = None,
+    ) -> list[Save]:
         """Write everything that training needs to resume, as `root/step-00000100`. Collective.
 
         Args:
@@ -108,19 +121,19 @@ class RunCheckpoints:
                 you change weights otherwise, call the handle's `wait_for_copy()` first.
             format: The files to write, such as `Format(assets=["Qwen3-8B"])` for those of a tokenizer. Default:
                 `Format()`.
+            notes: Values to store in the checkpoint, identical on all ranks; `state_of` returns them. Default: none.
 
         Returns:
             A handle for each bundle of models.
         """
-        folders, extra = self.folders(), self._state.state_dict()
+        folders, extra = self.folders(), {**self._state.state_dict(), "notes": dict(notes or {})}
         # A background copy lets the next step begin before the bytes are copied. Its optimizer waits for the copy.
         transfer = Transfer(copy="background")
         handles = []
         for bundle, folder in folders:
             # `force`: the loop has decided to save, whatever interval `Checkpoints` has.
-            handle = folder.save(
-                step, force=True, extra=extra, async_=async_, format=format, transfer=transfer, **_parts(bundle)
-            )
+            parts = _parts(bundle, self._plan, format or Format())
+            handle = folder.save(step, force=True, extra=extra, async_=async_, transfer=transfer, **parts)
             handles.extend([] if handle is None else [handle])
         return handles
 
@@ -132,6 +145,13 @@ class RunCheckpoints:
         newest = [folder.latest() for _, folder in self.folders()]
         steps = [int(path.rpartition("-")[2]) for path in newest if path is not None]
         return min(steps) if len(steps) == len(newest) else None
+
+    def state_of(self, step: int) -> dict[str, Any]:
+        """Return the state of the run in a checkpoint, besides its models: `notes`, positions in data. Collective."""
+        # Without objects, `load` reads the small file of the state only.
+        first = self.folders()[0][1]
+        state: dict[str, Any] = load(first.name(step), strict=False, tiers=first.tiers).extra
+        return state
 
     def resume(self, step: int | None = None) -> int | None:
         """Restore everything from a checkpoint, under the topology that wrote it or another one. Collective.
@@ -150,16 +170,14 @@ class RunCheckpoints:
         step = self.latest_step() if step is None else step
         if step is None:
             return None
-        tiers, loaders = folders[0][1].tiers, len(self._state.loaders)
-        # Without objects, `load` reads the small file of the state only: nothing changes if the check below fails.
-        report = load(folders[0][1].name(step), strict=False, tiers=tiers)
-        if len(report.extra["loaders"]) != loaders:
+        # Checked first, so that nothing has changed if it fails.
+        saved, loaders = len(self.state_of(step)["loaders"]), len(self._state.loaders)
+        if saved != loaders:
             raise ValueError(
-                f"step {step} was saved with {len(report.extra['loaders'])} data loaders, and this run has {loaders}; "
-                "initialize as many"
+                f"step {step} was saved with {saved} data loaders, and this run has {loaders}; initialize as many"
             )
         for bundle, folder in folders:
-            report = load(folder.name(step), tiers=tiers, **_parts(bundle))
+            report = load(folder.name(step), tiers=folder.tiers, **_parts(bundle, self._plan, Format()))
         self.resumed_from = report.path
         # Each folder holds the state of the whole run, so any of them will do.
         self._state.load_state_dict(report.extra)
@@ -282,6 +300,7 @@ class StrategyFiles(Setup):
         *,
         keep_last: int | Sequence[int | None] | None = None,
         tiers: Tiers | None = None,
+        plan: str = "huggingface",
     ) -> RunCheckpoints:
         """Return the checkpoints of a run in one root folder: to save, to find the latest, to resume.
 
@@ -291,12 +310,14 @@ class StrategyFiles(Setup):
             keep_last: The number of newest checkpoints to keep; with tiers perhaps a list, one for each. Default: all.
             tiers: The storage tiers that each keep the checkpoints, such as `Tiers(["/dev/shm/run",
                 "s3://bucket/run"])`. A step waits only for the first. Default: the one folder `root`.
+            plan: "huggingface" for all weights. "peft" for the adapters of each model only, in files that
+                `PeftModel` opens; the frozen weights below them are then not saved.
         """
         self._check_open()
-        asked = repr((str(root), keep_last, tiers))
+        asked = repr((str(root), keep_last, tiers, plan))
         # The object is kept, because it stores the newest step and the handles of its folders.
         if asked not in self._checkpoints:
-            made = RunCheckpoints(self._bundles, self._state, root, keep_last=keep_last, tiers=tiers)
+            made = RunCheckpoints(self._bundles, self._state, root, keep_last=keep_last, tiers=tiers, plan=plan)
             self._checkpoints[asked] = made
         return self._checkpoints[asked]
 
@@ -330,10 +351,20 @@ class StrategyFiles(Setup):
         return kinds[0], {kinds[0]: obj}
 
 
-def _parts(bundle: ModelBundle) -> dict[str, Any]:
-    """Return the arguments of `par_checkpoint.save` for a bundle."""
+def _parts(bundle: ModelBundle, plan: str, form: Format) -> dict[str, Any]:
+    """Return the arguments of `par_checkpoint.save` and `load` for a bundle.
+
+    Args:
+        bundle: The models, their optimizer and its schedulers.
+        plan: "peft" for the adapters only.
+        form: The format that the caller has chosen.
+    """
+    if plan == "peft" and not any(map(has_adapters, bundle.models)):  # the checkpoint would have no weights at all
+        raise ValueError(f"plan={plan!r}: this {type(bundle.module).__name__} has no adapters; use plan='huggingface'")
     scaling = [bundle.optimizer.scaling] if isinstance(bundle.optimizer, MixedOptimizer) else []
-    return {"model": bundle.module, "optimizer": bundle.optimizer, "scheduler": [*scaling, *bundle.schedulers] or None}
+    model, form = adapter_parts(bundle.module, form) if plan == "peft" else (bundle.module, form)
+    scheduler = [*scaling, *bundle.schedulers] or None
+    return {"model": model, "optimizer": bundle.optimizer, "scheduler": scheduler, "format": form}
 
 
 def _folder(path: PathLike, kind: str) -> str:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from par_testing import storm
-from par_train.jobs import job_run
+from par_train.jobs import hooks, job_run
 from par_train.jobs.options import DataOptions, ModelOptions, Options, TrainOptions
 from par_train.run.stop import Stop
 
@@ -48,7 +48,7 @@ def losses_of(folder):
 @pytest.mark.ranks(2, timeout=240)
 @pytest.mark.parametrize("name", [storm("Mixtral"), "Qwen3-MoE"])
 def test_experts_over_ranks_are_fine_tuned_as_copies_and_opened_by_transformers(name, tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(job_run, "draw_loss", lambda *_, **__: None)
+    monkeypatch.setattr(hooks, "draw_loss", lambda *_, **__: None)
     source = folder_of(name, tiny, tmp_path)
     steps = TrainOptions(steps=4, batch_size=4, validate_every=4, learning_rate=1e-3, warmup_steps=1)
     data = DataOptions(path=str(tiny[1]["jsonl"]), context=64, validation_fraction=0.2, validation_windows=4)
@@ -72,7 +72,9 @@ def test_experts_over_ranks_are_fine_tuned_as_copies_and_opened_by_transformers(
         return
     before = transformers.AutoModelForCausalLM.from_pretrained(source).state_dict()
     opened = {
-        run: transformers.AutoModelForCausalLM.from_pretrained(tmp_path / run / "checkpoint").state_dict()
+        run: transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / run / "checkpoints" / "step-00000004"
+        ).state_dict()
         for run in runs
     }
     for run in ("dealt", "folded"):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from par_train._errors import UserError
-from par_train.jobs import job_run
+from par_train.jobs import hooks, job_run
 from par_train.jobs.options import (
     AdapterOptions,
     DataOptions,
@@ -62,8 +62,13 @@ def train(options, stop, *, draws=False):
     """As the command does in a rank; without the picture, which takes as long as some steps."""
     with pytest.MonkeyPatch.context() as patch:
         if not draws:
-            patch.setattr(job_run, "draw_loss", lambda *_, **__: None)
+            patch.setattr(hooks, "draw_loss", lambda *_, **__: None)
         return job_run.train(options, stop)
+
+
+def newest(folder):
+    """The newest checkpoint of a run."""
+    return max((folder / "checkpoints").iterdir())
 
 
 def lines_of(folder):
@@ -117,9 +122,9 @@ def test_stopped_and_gone_on_under_other_axes_it_is_the_run_that_was_never_stopp
     sample = SampleOptions(prompts=("What does shlex.quote do?", "Say nothing."), tokens=4)
     whole, parts = (options_of(tiny, tmp_path / name, sample=sample) for name in ("whole", "parts"))
     assert train(whole, Stop()) == 0
-    assert train(replace(parts, parallel=TENSOR, zero=1), StopAt(2)) == signal.SIGTERM
+    assert train(replace(parts, parallel=TENSOR, zero=1), StopAt(2)) == 0
     again = replace(parts, resume="auto", parallel=SEQUENCE)
-    assert train(again, StopAt(2)) == signal.SIGTERM
+    assert train(again, StopAt(2)) == 0
     pipeline = {"parallel": {"pipeline": 2}, "pipeline": ScheduleOptions(microbatches=3)}
     assert train(replace(parts, resume="auto", **pipeline), Stop(), draws=True) == 0
     dist.barrier()
@@ -139,7 +144,7 @@ def test_stopped_and_gone_on_under_other_axes_it_is_the_run_that_was_never_stopp
         assert [[one["prompt"] for one in each] for each in samples] == [list(sample.prompts)] * 2
         assert all(one.keys() == {"prompt", "text"} for each in samples for one in each)
     source = tiny[0]
-    models = [check_opens(tmp_path / name / "checkpoint", source) for name in ("whole", "parts")]
+    models = [check_opens(newest(tmp_path / name), source) for name in ("whole", "parts")]
     assert [one["text"] for one in samples[-1]] == answers(models[-1], source, sample), "by the last weights"
     before = transformers.AutoModelForCausalLM.from_pretrained(source)
     moved = [
@@ -148,7 +153,7 @@ def test_stopped_and_gone_on_under_other_axes_it_is_the_run_that_was_never_stopp
     ]
     assert torch.nn.functional.cosine_similarity(moved[0], moved[1], dim=0) > 0.999, "they went the same way"
     names = {path.name for path in (tmp_path / "parts").iterdir()}
-    assert {"checkpoint", "data", "loss.png", "metrics.jsonl", "pipeline-measured.png"} <= names
+    assert {"checkpoints", "data", "loss.png", "metrics.jsonl", "pipeline-measured.png"} <= names
     assert len(list((tmp_path / "parts" / "data").iterdir())) == 1, "the tokens were made once"
 
 
@@ -183,9 +188,9 @@ def test_layers_again_dtypes_and_stage_3_train_the_same_model(tiny, tmp_path):
     assert found["half"] == pytest.approx(found["plain"], rel=0.02)
     assert found["cut"] == pytest.approx(found["plain"], rel=0.02)
     if dist.get_rank() == 0:
-        opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half" / "checkpoint")
+        opened = transformers.AutoModelForCausalLM.from_pretrained(newest(tmp_path / "half"))
         assert opened.dtype == torch.bfloat16
-        assert transformers.AutoConfig.from_pretrained(tmp_path / "half" / "checkpoint").dtype == torch.bfloat16
+        assert transformers.AutoConfig.from_pretrained(newest(tmp_path / "half")).dtype == torch.bfloat16
 
 
 @pytest.mark.storm
@@ -207,7 +212,7 @@ def test_adapters_and_random_weights_are_the_same_under_every_topology(tiny, tmp
 
     adapter = {"adapter": AdapterOptions(rank=4, dropout=0.0)}
     assert run("whole", Stop(), **adapter) == 0
-    assert run("parts", StopAt(1), **adapter, parallel=TENSOR, zero=1) == signal.SIGTERM
+    assert run("parts", StopAt(1), **adapter, parallel=TENSOR, zero=1) == 0
     assert run("parts", Stop(), **adapter, **pipeline, resume="auto") == 0
     random = {"model": ModelOptions(config=str(source))}
     assert run("random", Stop(), **random, zero=1) == 0
@@ -219,7 +224,7 @@ def test_adapters_and_random_weights_are_the_same_under_every_topology(tiny, tmp
             assert column(tmp_path / one, name) == pytest.approx(column(tmp_path / other, name), rel=TOLERANCE), name
     assert column(tmp_path / "whole", "loss")[-1] < column(tmp_path / "whole", "loss")[0]
     assert column(tmp_path / "random", "loss")[0] != column(tmp_path / "whole", "loss")[0]
-    checkpoint = tmp_path / "parts" / "checkpoint"
+    checkpoint = newest(tmp_path / "parts")
     names = {path.name for path in checkpoint.iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "optimizer"} <= names
     assert "model.safetensors" not in names, "the model that it is of is where it was"
@@ -245,7 +250,7 @@ def check_handed_on(tiny, folder, changes, *, rows=4, **common):
     for number, change in enumerate(changes):
         last = number == len(changes) - 1
         again = replace(parts, resume="auto" if number else "no", **change)
-        assert train(again, Stop() if last else StopAt(1)) == (0 if last else signal.SIGTERM), change
+        assert train(again, Stop() if last else StopAt(1)) == 0, change
         dist.barrier()
     for name in ("step", "loss", "validation_loss", "gradient_norm", "tokens"):
         assert column(folder / "parts", name) == pytest.approx(column(folder / "whole", name), rel=TOLERANCE), name
@@ -261,7 +266,7 @@ def test_packed_rows_are_cut_over_sequence_ranks_and_gone_on_with_whole(tiny, tm
     check_handed_on(tiny, tmp_path, changes, rows=6, data=data, sample=sample)
     if dist.get_rank() == 0:
         assert len(column(tmp_path / "parts", "samples")) == 1
-        check_opens(tmp_path / "parts" / "checkpoint", tiny[0])
+        check_opens(newest(tmp_path / "parts"), tiny[0])
 
 
 def hybrid_of(tiny, folder):
@@ -332,7 +337,7 @@ def test_a_mixture_goes_on_elsewhere_and_its_weights_stay(tiny, tmp_path):
     data = DataOptions(sources=sources, context=128, validation_fraction=0.2, validation_windows=9)
     whole, parts = (options_of(tiny, tmp_path / name, data=data) for name in ("whole", "parts"))
     assert train(whole, Stop()) == 0
-    assert train(parts, StopAt(2)) == signal.SIGTERM
+    assert train(parts, StopAt(2)) == 0
     again = replace(parts, resume="auto")
     other = ({**sources[0], "weight": 3}, sources[1])
     refused("has data.sources .*, but the config has .*'weight': 3", replace(again, data=replace(data, sources=other)))
@@ -463,7 +468,7 @@ def test_one_command_fine_tunes_on_two_ranks_and_tells_of_a_wrong_line(tiny, tmp
         "2 ranks",
         "rows of 64 tokens",
         "perplexity",
-        f"wrote {tmp_path}/out/checkpoint",
+        f"wrote {tmp_path}/out/checkpoints/step-00000002",
     ):
         assert words in done.stdout, done.stdout
     assert len(lines_of(tmp_path / "out")) == 2

@@ -9,8 +9,8 @@ from par_data import Corpus, MixtureDataset, PackedDataset, read_corpus
 from ..._errors import UserError, as_user_error
 from ...run.output import end_of
 from ...run.stop import Stop
-from ..data import JobData, Rows
 from ..options import Options
+from ..recipe import JobData, Rows
 from .folder import ModelFolder
 from .sources import CorpusSource, sources_of
 

@@ -1,7 +1,7 @@
 """A Hugging Face Transformers model, or an adapter of one, as a job trains it."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from par_checkpoint import Format
 from par_groups import together
 from par_layers.pretrained import check_packed_rows, make_on_meta, pretrained_of, write_config
 from par_plan import PretrainedShape, model_flops
@@ -18,11 +19,9 @@ from par_precision import precision_of
 
 from ..._errors import as_user_error
 from ...run.output import end_of
-from ...strategy.pretrained.files import adapter_parts
 from ...strategy.strategy import Strategy
-from ..data import JobData
 from ..options import Options
-from ..recipe import BatchDict, Recipe
+from ..recipe import BatchDict, JobData, Recipe
 from .folder import ModelFolder
 from .prompts import Prompts
 
@@ -41,6 +40,7 @@ class PretrainedModel(Recipe):
     def __init__(self, options: Options, folder: ModelFolder, data: JobData) -> None:
         self.options, self.folder = options, folder
         self.title, self.source_digest = folder.name, folder.digest
+        self.plan = "peft" if options.adapter.rank else "huggingface"
         self._prompts = Prompts(options, folder, is_chat=data.formats == {"chat"})
 
     def make_model(self, strategy: Strategy) -> nn.Module:
@@ -81,17 +81,27 @@ class PretrainedModel(Recipe):
         return model_flops(PretrainedShape(made, context=self.folder.context))
 
     def kept_options(self) -> dict[str, Any]:
-        """Return the adapter, the precision and how documents are packed."""
-        return kept_options(self.options, self.folder.context)
+        """Return the seed, the adapter, the precision and how documents are packed."""
+        options, adapter = self.options, asdict(self.options.adapter)
+        return {
+            "seed": options.seed,
+            "data.context": self.folder.context,
+            "data.packing": options.data.rows,
+            "data.validation_fraction": options.data.validation_fraction,
+            **({"data.sources": [dict(source) for source in options.data.sources]} if options.data.sources else {}),
+            **{
+                f"adapter.{name}": list(value) if isinstance(value, tuple) else value for name, value in adapter.items()
+            },
+            "precision": options.precision,
+        }
 
-    def parts(self, model: nn.Module) -> dict[str, Any]:
-        """Return the model or, with an adapter, the adapter only."""
-        return adapter_parts(model) if self.options.adapter.rank else {"model": model}
-
-    def files(self, model: nn.Module) -> AbstractContextManager[dict[str, Any]]:
-        """Yield the files that make the checkpoint a folder that transformers opens, or peft with an adapter."""
+    def format(self, model: nn.Module, held: ExitStack) -> Format:
+        """Return a format with the files that make the checkpoint a folder of transformers, or of peft."""
         if self.options.adapter.rank:
-            return self._adapter_files(model)
+            made = held.enter_context(TemporaryDirectory())
+            with together("the adapter's config", None):
+                write_config(model, made)
+            return Format(assets=[self.folder.path, *Path(made).iterdir()])
         names = ["generation_config.json"]
         # A config that names another dtype than the files have would make transformers convert on load.
         stored, written = self.folder.dtype, precision_of(self.options.precision).weights
@@ -99,39 +109,13 @@ class PretrainedModel(Recipe):
         if stored is None or f"torch.{stored}" == str(written):
             names.append("config.json")  # otherwise transformers writes one with the dtype that weights have now
         copied = [self.folder.path / name for name in names if (self.folder.path / name).is_file()]
-        return nullcontext({"assets": [self.folder.path, *copied]})  # the tokenizer's files are in the folder
-
-    @contextmanager
-    def _adapter_files(self, model: nn.Module) -> Iterator[dict[str, Any]]:
-        with TemporaryDirectory() as made:
-            with together("the adapter's config", None):
-                write_config(model, made)
-            yield {"assets": [self.folder.path, *Path(made).iterdir()]}
+        return Format(assets=[self.folder.path, *copied])  # the tokenizer's files are in the folder
 
     def write_samples(self, strategy: Strategy, model: nn.Module) -> list[dict[str, str]]:
         """Continue each prompt, always with the most likely token. Collective."""
         if not self._prompts.tokens:
             return []
         return self._prompts.written(strategy.sample(model, self._prompts.tokens, self.options.sample.tokens))
-
-
-def kept_options(options: Options, context: int) -> dict[str, Any]:
-    """Return the options that must stay the same when a run resumes, by name.
-
-    Args:
-        options: Options of the run.
-        context: Tokens in a row.
-    """
-    adapter = asdict(options.adapter)
-    return {
-        "seed": options.seed,
-        "data.context": context,
-        "data.packing": options.data.rows,
-        "data.validation_fraction": options.data.validation_fraction,
-        **({"data.sources": [dict(source) for source in options.data.sources]} if options.data.sources else {}),
-        **{f"adapter.{name}": list(value) if isinstance(value, tuple) else value for name, value in adapter.items()},
-        "precision": options.precision,
-    }
 
 
 def weights_dtype(options: Options, folder: ModelFolder) -> torch.dtype:

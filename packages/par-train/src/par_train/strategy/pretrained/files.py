@@ -4,6 +4,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,18 @@ FILE = "adapter_model"
 """The name of peft's files of matrices, without its suffix."""
 
 
-def adapter_parts(model: nn.Module) -> dict[str, Any]:
-    """Return the keywords with which par-checkpoint saves or loads an adapter, under the names of peft's files.
+def adapter_parts(model: nn.Module, form: Format) -> tuple[dict[str, Tensor], Format]:
+    """Return the tensors of adapters by their names in the model, and the format that writes them as peft's files.
 
     Args:
         model: This rank's part of the model.
+        form: Format with the other fields.
     """
     in_files = {id(tensor): name for name, tensor in adapter_tensors(model).items()}
     named = model.state_dict(keep_vars=True).items()
     own = {name: tensor for name, tensor in named if id(tensor) in in_files}
     names = {name: in_files[id(tensor)] for name, tensor in own.items()}
-    return {"model": own, "format": Format(names=names, stem=FILE)}
+    return own, replace(form, names=names, stem=FILE)
 
 
 def save_adapters(model: nn.Module, path: PathLike) -> None:
