@@ -114,6 +114,7 @@ class ParAccelerator(OverDataRanks, Refusing, Accelerator):  # type: ignore[misc
                 kept.append(each)
         for other in others:  # lr schedulers, which need the prepared optimizers
             became[id(other)] = self._prepare_one(became[id(other)])
+        # Trainers prepare some objects twice, and by this mark `prepare` knows those that it has returned before.
         for each in became.values():
             if any(each is one for one in (*self._models, *self._optimizers, *self._schedulers, *self._dataloaders)):
                 each._is_accelerate_prepared = True

@@ -258,6 +258,7 @@ class ParStrategy(DDPStrategy):  # type: ignore[misc]  # lightning may be absent
                 value.load_state_dict(rest.pop(key))
             elif key in rest:
                 state[key] = rest.pop(key)
+        # The seeds of dropout are a function of the step.
         self.strategy.steps = steps
         return rest
 

@@ -272,6 +272,7 @@ class ParTrainerMixin:
         self.strategy.load(self.model_wrapped, checkpoint, plan=self._plan)
         self.strategy.load(self.optimizer.optimizer, checkpoint)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
+        # The seeds of dropout are a function of the step.
         self.strategy.steps = self.state.global_step
 
     def _load_best_model(self) -> None:

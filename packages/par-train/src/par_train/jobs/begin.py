@@ -1,7 +1,5 @@
 """The start of a job: ranks compare the data that each of them found, and all continue or all raise."""
 
-from dataclasses import dataclass
-
 from par_data import FolderText
 from par_groups import agree
 
@@ -13,15 +11,6 @@ from .existing.data import read_data
 from .existing.folder import ModelFolder
 from .options import Options
 from .recipe import JobData
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Facts:
-    """The findings of a rank on its host."""
-
-    error: str | None = None
-    is_model: bool = False
-    data: str = ""
 
 
 def read_start(options: Options, stop: Stop) -> tuple[JobData, ModelFolder | None]:
@@ -38,14 +27,24 @@ def read_start(options: Options, stop: Stop) -> tuple[JobData, ModelFolder | Non
         UserError: A rank cannot use a file, or its files differ from the files of rank 0; on every rank.
         StoppedEarly: A rank was asked to leave while it tokenized; on every rank.
     """
+    found: FolderText | ModelFolder | None = None
+    problem = ""
     try:
         found = read_files(options)
-        facts = _Facts(is_model=not isinstance(found, FolderText), data=found.digest)
     except UserError as error:
-        # The other ranks wait in the comparison, so a rank that cannot go on takes part in it, too.
-        _compare(_Facts(error=str(error)))
-        raise
-    _compare(facts)
+        problem = str(error)
+    # A rank that cannot go on takes part in the comparison, too, because the others wait for it there.
+    every = agree(None, (problem, "" if found is None else found.digest), None)
+    for rank, (text, _) in every.items():
+        if text:
+            # A mistake that all ranks have found is not one rank's.
+            common = all(each == text for each, _ in every.values())
+            raise UserError(text if common else f"rank {rank}: {text}")
+    others = [rank for rank, (_, digest) in every.items() if digest != every[0][1]]
+    if others:
+        what = "model.path holds another model" if options.model.folder else "data.folder holds another text"
+        raise UserError(f"{what} on ranks {others} than on rank 0; copy the same files to all hosts")
+    assert found is not None  # noqa: S101 - otherwise there was a problem
     if isinstance(found, FolderText):
         return text_rows(options, found), None
     try:
@@ -64,17 +63,3 @@ def leave_if_asked(stop: Stop) -> None:
     number = max(agree(None, stop.signal, None).values())
     if number:
         raise StoppedEarly(number)
-
-
-def _compare(mine: _Facts) -> None:
-    """Raise the error of any rank, or an error if the ranks found different files. All-gather over the world."""
-    every = list(agree(None, mine, None).values())
-    for rank, facts in enumerate(every):
-        if facts.error is not None:
-            # A mistake that all ranks have found is not one rank's.
-            common = all(each.error == facts.error for each in every)
-            raise UserError(facts.error if common else f"rank {rank}: {facts.error}")
-    others = [rank for rank, facts in enumerate(every) if facts.data != every[0].data]
-    if others:
-        what = "model.path holds another model" if mine.is_model else "data.folder holds another text"
-        raise UserError(f"{what} on ranks {others} than on rank 0; copy the same files to all hosts")

@@ -69,6 +69,7 @@ class JobHooks(RunHooks):
             UserError: Something differs, or the position is not between two batches; the message names it.
         """
         trainer, saved, model = self._trainer, state["notes"], self._trainer.recipe.source_digest
+        # From the coarsest difference to the finest, so that the message names the cause and not its consequence.
         if "kept" not in saved:
             raise UserError(f"{path!r} is no checkpoint of par-train run; {START_ANEW}")
         if bool(saved["model"]) != bool(model):
@@ -98,6 +99,7 @@ class JobHooks(RunHooks):
                 f"the tokens of {' and '.join(trainer.data.names)} differ from the ones that the checkpoint {path!r} "
                 f"was trained on; restore the files, their format and the tokenizer, or {START_ANEW}"
             )
+        # `resume` moves the loader, too, but after it has loaded the weights, and it does not know the option's name.
         with as_user_error(f"train.batch_size {trainer.options.train.batch_size}: "):
             trainer.loader.load_state_dict(state["loaders"][0])
         self._first = state["steps"]

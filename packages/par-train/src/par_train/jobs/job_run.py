@@ -120,6 +120,7 @@ def _take_steps(run: TrainingLoop, trainer: Trainer) -> None:
     for batch in run.steps(trainer.loader, until=trainer.options.train.steps):
         spent = strategy.spent
         result = trainer.advance(batch)
+        # Without validation and saving, which would make the speed of a line jump.
         now = time.monotonic()
         # The first step has been measured, and the rest of the memory budget is spent now.
         if strategy.is_master and strategy.spent is not spent:
@@ -147,6 +148,7 @@ def _write_line(run: TrainingLoop, trainer: Trainer, result: StepResult, took: f
             validates = writes = False
     validation_loss = trainer.validate() if validates else None
     samples = trainer.recipe.write_samples(trainer.strategy, trainer.model) if writes else []
+    # A line of a model with many experts is long, and a picture has no more columns than this.
     draws = step % max(1, options.train.steps // LOADS_DRAWN) == 0 or validates
     counts = trainer.strategy.expert_load(trainer.model) if draws and options.model.experts else {}
     perplexity = None

@@ -93,6 +93,7 @@ def _print_results(lines: Sequence[dict[str, Any]], guess: float) -> None:
         newest = validated[-1]
         perplexity = f", perplexity {newest['perplexity']:.4g}" if newest.get("perplexity") else ""
         _row("held out", f"{newest['validation_loss']:.4f} at step {newest['step']}{perplexity}")
+    # Some skipped steps are usual while a loss scale of fp16 settles; many of them explain a poor loss.
     skipped = sum("skipped" in line for line in lines)
     if skipped:
         _row("skipped", f"{skipped} steps, whose gradient was not finite")

@@ -93,6 +93,8 @@ def _launch_config(ranks: int, launch: str) -> "LaunchConfig":
 
     known = {field.name for field in fields(LaunchConfig)}
     patience: dict[str, Any] = {"shutdown_timeout": _PATIENCE} if "shutdown_timeout" in known else {}
+    # A free port, since several jobs may start on one host. No restarts: a rank that failed has printed its error, and
+    # would most likely fail again.
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -132,6 +134,7 @@ def _after_signal(number: signal.Signals, options: Options, launch: str) -> int:
 
 def _after_failure(codes: dict[int, int]) -> int:
     """Return the exit code after a rank has failed. The rank has printed its error."""
+    # A mistake of the user that one rank has found: the others were ended by the launcher or wait no more.
     if 2 in codes.values():
         return 2
     for number in STOP_SIGNALS:

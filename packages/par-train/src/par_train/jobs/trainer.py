@@ -104,6 +104,7 @@ class Trainer:
         self.model, self.optimizer, self.loader = given[0], _checked(given[1]), given[2]
         # Validation always uses the same rows, so that its losses can be compared.
         self._validation = spread(data.held_out.count(0), options.data.validation_windows)
+        # Counted once: the banner shows it, and counting is collective.
         self.parameters = count_parameters(self.model, device)
         if folder is None:
             # The byte GPT checks its sizes when it is called. One batch raises now, before the run replaces another.

@@ -57,6 +57,7 @@ class Bar:
         """Move the bar to the step of the line, and show the line's numbers next to it."""
         self._recent.add(line)
         self._bar.set_postfix_str(self._recent.words(line, self._recent.validation_loss), refresh=False)
+        # Lines may be due every tenth step only, and a resumed run starts in the middle.
         self._bar.update(line["step"] - self._bar.n)
         for text in samples_of(line):
             self._bar.write(text, file=sys.stderr)
@@ -75,6 +76,7 @@ class Lines:
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
+        # So that the first line is shown at once: it tells the user that training works.
         self._last = -_SECONDS_BETWEEN_LINES
         self._recent = _Recent()
 
@@ -106,6 +108,7 @@ class _Recent:
         self._skipped = 0
 
     def add(self, line: Line) -> None:
+        # A rate of one line jumps with every validation, so the display shows a mean over some ten lines.
         for name, rate in line.items():
             if name.endswith(_RATE):
                 self._rates[name] = 0.1 * rate + 0.9 * (self._rates.get(name) or rate)

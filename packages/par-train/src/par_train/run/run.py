@@ -74,6 +74,7 @@ class TrainingLoop:
         self.files, self.strategy = files, strategy
         self.step = self.ended_by = self.exit_code = 0
         self._opening, self._stop, self._hooks = opening, stop, hooks
+        # Signals reach ranks at different times, so that each rank by itself would leave after another step.
         self._vote = Vote(strategy.device)
         self._saver = Saver(strategy, files, checkpoint, hooks, opening.spelling.resume)
         self.monitor = Monitor(strategy, files, monitoring, facts, report_errors=report_errors)
@@ -89,6 +90,7 @@ class TrainingLoop:
                 # Loader workers get the signals of a process group, too, and must outlive them for the last batches.
                 held.enter_context(self.strategy.worker_signals.caught())
             held.enter_context(following_torchrun(self._stop))
+            # A command has taken the folder before it read its data; then this does nothing.
             self._opening.take(held)
             self._opened = self._opening.restore(self._saver, self._hooks)
             self.step = self._opened.step

@@ -101,7 +101,9 @@ class Saver:
                     where = " and ".join(printed) or "its neighbours' memory"
                     if self._strategy.is_master:
                         say(f"par-train: {save.path} is there; waits until it is in {where}, too", sys.stderr)
+                # A copy ends in a thread of its own, which no event of this loop announces.
                 time.sleep(0.02)
+            # It raises what the copy has raised.
             save.wait()
         self._copying = []
 

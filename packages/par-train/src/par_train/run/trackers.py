@@ -79,6 +79,7 @@ class _WeightsAndBiases:
     def __init__(self, beginning: _Beginning) -> None:
         wandb = importlib.import_module("wandb")
         folder, known, facts = beginning.files.folder, beginning.known("wandb"), dict(beginning.facts)
+        # "allow" begins a run where the service does not know the id, as after an offline run that was never synced.
         self._run = wandb.init(dir=str(folder), name=folder.name, config=facts, id=known, resume="allow")
         beginning.files.identities["wandb"].write_text(str(self._run.id), encoding="utf-8")
 
@@ -97,6 +98,7 @@ class _MLflow:
     def __init__(self, beginning: _Beginning) -> None:
         self._client: Any = importlib.import_module("mlflow")
         files, known = beginning.files, beginning.known("mlflow")
+        # A name would rename the run that is continued.
         self._run = self._client.start_run(run_id=known, run_name=None if known else files.folder.name)
         files.identities["mlflow"].write_text(str(self._run.info.run_id), encoding="utf-8")
         if known is None:
