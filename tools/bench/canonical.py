@@ -24,9 +24,10 @@ from par_layers.examples import GPT
 from par_train import Strategy
 
 WIDTHS, BLOCKS, VOCABULARY, TOKENS, LANES = (128, 512), 2, 256, 256, 8
-TURNS, WARM_UPS, CLIP_NORM = 12, 2, 1.0
-IN_LAYERS = LaneCounts(data=LANES, tensor=2, sequence=4)
+TURNS, WARM_UPS, CLIP_NORM = 5, 1, 1.0
+IN_TENSORS, IN_LAYERS = LaneCounts(data=LANES, tensor=2), LaneCounts(data=LANES, tensor=2, sequence=4)
 PLAIN, ORDINARY, CANONICAL = "plain torch", "Strategy", "Strategy, canonical"
+WITH_TENSORS = f"Strategy, canonical, {IN_TENSORS.tensor} tensor lanes"
 WITH_LAYERS = f"Strategy, canonical, {IN_LAYERS.tensor} tensor and {IN_LAYERS.sequence} sequence lanes"
 
 
@@ -52,11 +53,13 @@ def measured(width: int, precision: str, turns: int) -> list[dict[str, object]]:
     with (
         Strategy(pipeline={"microbatches": LANES}, **options) as ordinary,
         Strategy(numerics="canonical", lanes=LANES, **options) as canonical,
+        Strategy(numerics="canonical", lanes=IN_TENSORS, **options) as in_tensors,
         Strategy(numerics="canonical", lanes=IN_LAYERS, **options) as in_layers,
     ):
         steps: dict[str, Callable[[], object]] = {
             ORDINARY: step_of_strategy(ordinary, width),
             CANONICAL: step_of_strategy(canonical, width),
+            WITH_TENSORS: step_of_strategy(in_tensors, width),
             WITH_LAYERS: step_of_strategy(in_layers, width),
         }
         if precision == "fp32":

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from par_groups import EXACT_LIMIT, on_grid
+from par_groups import EXACT_LIMIT, exact_sum, on_grid
 from par_precision import ExactSums
 from par_precision.exact.grid import GridHooks
 from par_precision.exact.squares import exact_squares, squares_of
@@ -102,3 +102,18 @@ def test_parameters_in_fp64_are_refused():
         ExactSums(losses=1, replicas=1).attach(module)
     module[1].requires_grad_(False)
     ExactSums(losses=1, replicas=1).attach(module)
+
+
+@pytest.mark.parametrize("elements", [100, 20_000])
+def test_parts_have_one_exact_sum_in_any_order(elements):
+    """Of few elements they are stacked, of many they are added one by one."""
+    parts = [torch.randn(elements, generator=torch.Generator().manual_seed(seed)) / 8 for seed in range(5)]
+    expected = torch.stack([on_grid(part) for part in parts]).sum(0)
+    assert torch.equal(exact_sum(parts), expected)
+    assert torch.equal(exact_sum(parts[:2]) + exact_sum(parts[:1:-1]), expected)
+    assert torch.equal(exact_sum(parts[:1]), on_grid(parts[0]))
+    for large in (8.0, -8.0, torch.nan, torch.inf):
+        parts[1][3] = large
+        assert not exact_sum(parts)[3].abs() < EXACT_LIMIT
+    parts[1][3], parts[2][3] = 7.0, -7.0
+    assert exact_sum(parts)[3].abs() >= EXACT_LIMIT  # a partial sum may leave the range, if the whole does not

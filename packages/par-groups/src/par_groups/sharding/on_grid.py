@@ -11,6 +11,9 @@ EXACT_LIMIT = 8.0
 _SHIFT = 6.0
 """Summand that rounds to the grid: fp64 numbers between 4 and 8 are multiples of 2**-50."""
 
+_STACKED = 16_384
+"""Elements from which parts are added one by one. For fewer, a call costs more than their bytes."""
+
 
 def on_grid(gradient: Tensor) -> Tensor:
     """Return a gradient in fp64, each element rounded to a multiple of 2**-50.
@@ -28,9 +31,18 @@ def exact_sum(gradients: Sequence[Tensor]) -> Tensor:
     """Return the fp64 sum of gradients that are rounded one by one, so that their order does not matter.
 
     Args:
-        gradients: Parts of a gradient, of one shape. If their absolute values add up to 8 or more, this number is the
-            result. The check of a step then raises, although the sum itself may be small again.
+        gradients: Parts of a gradient, of one shape. If their largest absolute values add up to 8 or more, so large is
+            every element of the result. The check of a step then raises, although the sum may be small again.
     """
-    rounded = torch.stack([on_grid(each) for each in gradients])
-    bound = rounded.abs().sum(0)
-    return torch.where(bound < EXACT_LIMIT, rounded.sum(0), bound)
+    first = gradients[0]
+    if first.numel() < _STACKED:
+        every = torch.stack(tuple(gradients))
+        total, bound = on_grid(every).sum(0), every.abs().flatten(1).amax(1).double().sum()
+    else:
+        # Memory for all parts at once would cost more than the additions.
+        total, bound = on_grid(first), first.abs().amax().double()
+        for each in gradients[1:]:
+            total += on_grid(each)
+            bound = bound + each.abs().amax()
+    # On the device, so that the host does not wait. No element is below -bound.
+    return total.add_(torch.where(bound < EXACT_LIMIT, 0.0, 2 * bound))
