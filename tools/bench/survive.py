@@ -1,8 +1,9 @@
 """What it costs to be ready to lose a rank, and how long a loss takes.
 
-Each case is a job under a keeper. The first job alternates two kinds of steps on the same objects: those of
-`Survivors`, and plain steps of its `Strategy`, without `ready` and without copies of buffers. The other jobs kill a
-rank in one step and measure the seconds from the kill to the end of the next step on another rank.
+Each case is a job under a keeper. The first jobs, one for each ZeRO stage, alternate two kinds of steps on the same
+objects: those of `Survivors`, and plain steps of its `Strategy`, without `ready`, without copies of buffers and without
+copies of shards. The other jobs kill a rank in one step and measure the seconds from the kill to the end of the next
+step on another rank.
 Run as `python tools/bench/survive.py`; writes docs/benchmarks/survive.md and .json.
 """
 
@@ -27,23 +28,28 @@ from torch.utils.data import DataLoader, TensorDataset
 from par_train import Strategy, Survivors, TrainState
 
 RANKS, WIDTH, DEPTH, ROWS, TURNS, KILLS, STEPS = 4, 1024, 8, 64, 41, 8, 30
+STAGES = (0, 1)
 
 
 def main() -> None:
     """Measure both and write the page."""
-    times = run({"kill": None})[0]
-    plain, ready = times["plain"], times["ready"]
-    cost = {
-        "step": "with Survivors",
-        "median ms": f"{1e3 * statistics.median(ready):.1f}",
-        "quartiles": f"{1e3 * quartile(ready, 1):.1f} to {1e3 * quartile(ready, 3):.1f}",
-        "time relative to a plain step (lower is better)": f"{ratio(ready, plain):.3f}",
-    }
+    costs = []
+    for zero in STAGES:
+        times = run({"kill": None, "zero": zero})[0]
+        plain, ready = times["plain"], times["ready"]
+        costs.append(
+            {
+                "step": f"with Survivors, ZeRO {zero}",
+                "median ms": f"{1e3 * statistics.median(ready):.1f}",
+                "quartiles": f"{1e3 * quartile(ready, 1):.1f} to {1e3 * quartile(ready, 3):.1f}",
+                "time relative to a plain step (lower is better)": f"{ratio(ready, plain):.3f}",
+            }
+        )
     drawn = random.Random(0)
     seconds = []
-    for _ in range(KILLS):
+    for number in range(KILLS):
         kill = [drawn.randrange(RANKS), drawn.randrange(5, STEPS - 5), drawn.choice(["forward", "reduced", "passed"])]
-        found = run({"kill": kill})
+        found = run({"kill": kill, "zero": STAGES[number % len(STAGES)]})
         killed = next(each["killed"] for each in found if "killed" in each)
         seconds.append(min(each["ended"] for each in found if "ended" in each) - killed)
     losses = {
@@ -56,14 +62,17 @@ def main() -> None:
         Section(
             title="A step without a loss",
             note=(
-                f"{RANKS} gloo ranks train {elements / 1e6:.1f} M fp32 parameters under ZeRO 0 with AdamW, {ROWS} rows "
-                f"in a batch. {TURNS} turns have a step of each kind. The ratio is the median over the turns."
+                f"{RANKS} gloo ranks train {elements / 1e6:.1f} M fp32 parameters with AdamW, {ROWS} rows in a "
+                f"batch. {TURNS} turns have a step of each kind. The ratio is the median over the turns."
             ),
-            rows=[cost],
+            rows=costs,
         ),
         Section(
             title="From a kill to the end of the next step",
-            note="One rank kills itself at a drawn step and phase, and the other three ranks continue.",
+            note=(
+                "One rank kills itself at a drawn step and phase, and the other three ranks continue. The kills "
+                "alternate between the stages."
+            ),
             rows=[losses],
         ),
     ]
@@ -110,12 +119,12 @@ class Mortal(Survivors):
         assert state is not None and strategy is not None  # noqa: PT018 - set by the first epoch
         batch = next(iter(state.loader))
         rows = len(batch[0])
-        self._agree = lambda number: None  # type: ignore[method-assign]  # noqa: ARG005 - named as the method's
+        self._before_update = lambda number: None  # type: ignore[method-assign]  # noqa: ARG005 - named as the method's
         try:
             strategy.backward(loss_of(state.model, batch), state.optimizer, weight=rows)
             state.optimizer.step()
         finally:
-            del self._agree
+            del self._before_update
         state.optimizer.zero_grad()
 
 
@@ -125,7 +134,7 @@ def train() -> None:
     Mortal.kill, Mortal.folder = given["kill"], given["folder"]
     times: dict[str, list[float]] = {"plain": [], "ready": []}
     ended: float | None = None  # when the first step after the loss ended
-    with Mortal(build, timeout=120) as survivors:
+    with Mortal(build, timeout=120, zero=given["zero"]) as survivors:
         for step in survivors.steps(STEPS if given["kill"] else TURNS + 3):
             begin = time.perf_counter()
             step.run(loss_of)
