@@ -1,5 +1,6 @@
 """The APIs of torch that par-train uses and that are not public. Open this file first when torch changes."""
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -13,6 +14,14 @@ def tree_leaves(value: Any) -> list[Any]:
     the outputs of transformers' models; torch.export's public registry has no function that reads them.
     """
     return _pytree.tree_leaves(value)
+
+
+def tree_map(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return nested containers with other leaves. `torch.utils._pytree.tree_map` exists since torch 1.8.
+
+    See `tree_leaves` for why it is needed.
+    """
+    return _pytree.tree_map(function, value)
 
 
 def import_compiler() -> None:

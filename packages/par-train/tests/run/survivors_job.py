@@ -31,18 +31,20 @@ class Counted(nn.Linear):
         return super().forward(given)
 
 
-def objects():
+def objects(dtype=torch.float64):
     """The objects of the run, the same in each process and epoch."""
     torch.manual_seed(0)
-    model = nn.Sequential(Counted(8, 13), nn.Tanh(), nn.Linear(13, 3)).double()
+    model = nn.Sequential(Counted(8, 13), nn.Tanh(), nn.Linear(13, 3)).to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    drawn = torch.randn(50, 11, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    drawn = torch.randn(50, 11, generator=torch.Generator().manual_seed(1), dtype=dtype)
     loader = DataLoader(TensorDataset(drawn[:, :8], drawn[:, 8:]), batch_size=12, shuffle=True, drop_last=True)
     return model, optimizer, loader, torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 10)
 
 
-def build(_):
-    model, optimizer, loader, scheduler = objects()
+def build(strategy):
+    # Canonical numerics take fp32 weights.
+    dtype = torch.float64 if strategy.options.lanes is None else torch.float32
+    model, optimizer, loader, scheduler = objects(dtype)
     return TrainState(model=model, optimizer=optimizer, loader=loader, schedulers=[scheduler])
 
 
@@ -64,7 +66,7 @@ class Mortal(Survivors):
 def main():
     given = json.loads(sys.argv[1])
     Mortal.kills = tuple(map(tuple, given.get("kills", ())))
-    with Mortal(build, timeout=60, zero=given.get("zero", 0)) as survivors:
+    with Mortal(build, timeout=60, zero=given.get("zero", 0), **given.get("options", {})) as survivors:
         for step in survivors.steps(given["steps"]):
             loss = step.run(loss_of)
             ranks = survivors.ranks

@@ -16,6 +16,7 @@ from torch import nn
 
 from par_data import ShardedDataLoader
 from par_train import Survivors, TrainState
+from par_train.run.survive.options import lanes_of, mean_of
 from par_train.run.survive.reports import RingPlace, is_whole
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="losing a rank needs Linux")
@@ -117,6 +118,27 @@ def test_survivors_restore_the_shard_of_a_lost_rank(tmp_path):
 )
 def test_is_whole_finds_a_sharding_that_ranks_hold(cuts, whole):
     assert is_whole([[RingPlace(*cut) for cut in of_rank] for of_rank in cuts]) is whole
+
+
+def states_of(folder):
+    return [torch.load(path) for path in sorted(folder.glob("told.*"))]
+
+
+@pytest.mark.storm
+@pytest.mark.parametrize("zero", range(4))
+def test_canonical_run_has_equal_bits_after_a_loss(tmp_path, zero):
+    # Six lanes divide by three ranks and by two.
+    options, found = {"numerics": "canonical", "lanes": 6}, []
+    for number, kills in enumerate(([], [[1, 3, "reduced"]], [[2, 3, "passed"]])):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        job = start(folder, "--ranks=3", zero=zero, kills=kills, options=options)
+        errors = job.communicate(timeout=300)[1]
+        assert job.returncode == 0, errors
+        found += states_of(folder)
+    assert len(found) == 3 + 2 + 2
+    for state in found[1:]:
+        assert all(torch.equal(state[name], value) for name, value in found[0].items() if name != "0.calls")
 
 
 @pytest.mark.storm
@@ -246,7 +268,6 @@ def nothing(_):
         ({"parallel": {"pipeline": 2}}, ["parallel={'pipeline': 2}", "start the job again from its checkpoint"]),
         ({"parallel": {"sequence": {"size": 2}}}, ["only data-parallel replicas of one rank"]),
         ({"zero": 1, "precision": "bf16-sr"}, ["precision='bf16-sr', zero=1", "use precision='bf16' or zero=0"]),
-        ({"numerics": "canonical", "lanes": 8}, ["numerics='canonical'", "use numerics='ordinary'"]),
         ({"memory": {"device": "1GB"}}, ["memory", "remove memory and offload"]),
         ({"zero": {"stage": 0, "offload": True}}, ["remove memory and offload"]),
     ],
@@ -256,6 +277,20 @@ def test_unsupported_option_raises_before_anything_starts(options, words):
         Survivors(nothing, **options)
     for word in words:
         assert word in str(raised.value)
+
+
+def test_lanes_of_a_batch_have_equal_rows():
+    rows = torch.arange(12).view(6, 2)
+    lanes = lanes_of({"rows": rows, "kind": "text"}, 3)
+    assert [lane["rows"].tolist() for lane in lanes] == rows.view(3, 2, 2).tolist()
+    assert {lane["kind"] for lane in lanes} == {"text"}
+    with pytest.raises(ValueError, match="the batch of a rank has 6 rows, which 4 lanes do not divide; pass"):
+        lanes_of([rows], 4)
+
+
+def test_loss_of_a_lane_as_a_sum_raises():
+    with pytest.raises(ValueError, match="each lane of canonical numerics weighs the same; return a mean"):
+        mean_of((torch.ones(()), 3))
 
 
 def test_survivors_without_a_keeper_raise():

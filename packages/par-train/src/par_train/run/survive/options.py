@@ -1,12 +1,17 @@
 """Checks of the options with which the loss of a rank is survived."""
 
 from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from par_precision import MixedOptimizer
 
+from ..._torch_private import tree_map
+from ...strategy.execute import rows_of
 from ...strategy.options import StrategyOptions
 
 
@@ -33,6 +38,44 @@ def mixed_of(optimizer: Optimizer) -> MixedOptimizer:
     return optimizer
 
 
+def lanes_of(batch: Any, lanes: int) -> list[Any]:
+    """Return this rank's rows of a batch as lanes of canonical numerics.
+
+    Args:
+        batch: Tensors, or containers of tensors, with rows on dim 0.
+        lanes: Number of lanes of this rank.
+
+    Raises:
+        ValueError: The lanes have different numbers of rows.
+    """
+    rows = rows_of(batch)
+    if rows % lanes:
+        raise ValueError(
+            f"the batch of a rank has {rows} rows, which {lanes} lanes do not divide; pass a batch size that the lanes "
+            "of all ranks divide"
+        )
+
+    def part(lane: int, value: Any) -> Any:
+        return value[lane * rows // lanes : (lane + 1) * rows // lanes] if isinstance(value, Tensor) else value
+
+    return [tree_map(partial(part, lane), batch) for lane in range(lanes)]
+
+
+def mean_of(given: Any) -> Tensor:
+    """Return a lane's mean loss.
+
+    Raises:
+        ValueError: It is a sum and the number of its items, which lanes would have to weigh.
+    """
+    if isinstance(given, tuple):
+        raise ValueError(
+            "loss_of() returned a sum and a number of items, and each lane of canonical numerics weighs the same; "
+            "return a mean"
+        )
+    loss: Tensor = given
+    return loss
+
+
 def check_options(options: StrategyOptions) -> None:
     """Raise ValueError for options with which the loss of a rank is not survived."""
     device = options.device if options.device != "auto" else "cpu"
@@ -49,11 +92,6 @@ def check_options(options: StrategyOptions) -> None:
         raise ValueError(
             f"parallel={options.parallel!r}: only data-parallel replicas of one rank survive the loss of a rank; "
             "remove it, or let the launcher start the job again from its checkpoint"
-        )
-    if options.numerics != "ordinary":
-        raise ValueError(
-            f"numerics={options.numerics!r}: lanes must divide by the data ranks, whose number changes with a loss; "
-            "use numerics='ordinary'"
         )
     if options.memory is not None or "offload" in options.zero_keywords:
         raise ValueError(

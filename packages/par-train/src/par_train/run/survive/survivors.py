@@ -27,7 +27,7 @@ from ..._torch_private import import_compiler
 from ...strategy.execute import rows_of
 from ...strategy.options import StrategyOptions
 from ...strategy.strategy import Strategy
-from .options import check_options, mixed_of, nccl_error
+from .options import check_options, lanes_of, mean_of, mixed_of, nccl_error
 from .reports import RankReport, RingPlace, is_whole
 
 Loss = Tensor | tuple[Tensor, Tensor | float]
@@ -256,15 +256,18 @@ class Survivors:
         try:
             self._at("forward")
             batch = next(iter(loader))
-            given = loss_of(state.model, batch)
-            if not isinstance(given, tuple):
-                given = given * rows_of(batch), float(rows_of(batch))
-            total, count = given
-            self._at("backward")
-            # The optimizer makes the mean over all samples of all ranks from means and weights, however the batch is
-            # shared.
-            strategy.backward(total / count, optimizer, weight=count)
-            told = [self._members.spares, float(total.detach()), float(count), 0, self._is_stale]
+            lanes = strategy.options.canonical_lanes
+            total = count = 0.0
+            for lane in [batch] if lanes is None else lanes_of(batch, lanes.data // len(self.ranks)):
+                given = loss_of(state.model, lane)
+                loss, items = given if isinstance(given, tuple) else (given * rows_of(lane), float(rows_of(lane)))
+                total, count = total + float(loss.detach()), count + float(items)
+                self._at("backward")
+                if lanes is None:  # the optimizer makes the mean over all samples of all ranks from means and weights
+                    strategy.backward(loss / items, optimizer, weight=items)
+                else:  # lanes have equal numbers of rows, and a product would change the bits of the mean
+                    strategy.backward(mean_of(given), optimizer)
+            told = [self._members.spares, total, count, 0, self._is_stale]
             self._sums = torch.tensor(told, dtype=torch.float64)
             optimizer.step()
             if not self._is_ready:  # the gradients were not finite, and no optimizer has run
