@@ -1,8 +1,15 @@
 """The whole matrix: runs every cell, and writes docs/concepts/matrix.md.
 
-Run as `python tools/matrix.py`; `python tools/matrix.py FILE` writes the page of results that are there.
+    python tools/matrix.py          # every cell that no result is there for, then the page
+    python tools/matrix.py --bits   # those with canonical numerics alone, then their table on the page
+    python tools/matrix.py FILE     # the page of results that are there; with --bits their table
+
+Results are kept in runs/matrix, a file for each state of our sources and release of torch: a run that was interrupted
+continues.
 """
 
+import argparse
+import hashlib
 import json
 import os
 import platform
@@ -16,7 +23,8 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/concepts/matrix.md"
-RESULTS = ROOT / "runs/matrix.jsonl"
+RESULTS = ROOT / "runs/matrix"
+TESTS = "tests-integration/matrix"
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -83,8 +91,9 @@ With `numerics="canonical", lanes=LaneCounts(data=8, tensor=4, sequence=4)` ther
 must have the weights and the norms of one device to the last bit. The reference is a loop without a strategy, which
 runs one lane after the other. Each cell is the first 12 digits of a sha256 of all weights after 20 steps and of each
 step's norm. Cells of one model and one precision must be equal. A configuration that canonical numerics do not support
-has no cell. The models are wider than in the rows above, so that tensor lanes divide them; the packed model has one
-tensor lane. See [Same bits under every topology](../guides/same-bits.md).
+has no cell. The models are wider than in the rows above, so that tensor lanes divide them. The packed model has one
+tensor lane, and the mixture one sequence lane. `python tools/matrix.py --bits` runs these cells again. See
+[Same bits under every topology](../guides/same-bits.md).
 """
 RESUMED = """\
 ## Saved under one configuration, resumed under the next
@@ -108,20 +117,49 @@ tensor mode and schedule. It uses a GPT of three blocks, 6 steps per run and 2 s
 
 def main() -> None:
     """Runs the matrix, unless results are given, and writes the page."""
-    results = Path(sys.argv[1]) if len(sys.argv) > 1 else run()
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("results", nargs="?", type=Path, metavar="FILE", help="write the page of these, and run none")
+    parser.add_argument("--bits", action="store_true", help="the cells with canonical numerics and their table alone")
+    given = parser.parse_args()
+    results = given.results or run(f"{TESTS}/test_bits.py" if given.bits else TESTS)
     rows = [json.loads(line) for line in results.read_text().splitlines()]
     curves, resumed, bits = ([row for row in rows if row["kind"] == kind] for kind in ("curve", "resume", "bits"))
-    PAGE.write_text(page(curves, resumed, bits))
-    print(f"wrote {PAGE.relative_to(ROOT)}")
+    text = with_bits(PAGE.read_text(), bits) if given.bits else page(curves, resumed, bits)
+    PAGE.write_text(text)
+    print(f"wrote {PAGE.relative_to(ROOT)}: {len(bits)} fingerprints")
 
 
-def run() -> Path:
-    """Every cell, into a file of JSON lines."""
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "tests-integration/matrix", "--matrix", "full"]
-    subprocess.run([*command, "--matrix-results", str(RESULTS)], cwd=ROOT, check=True)
-    return RESULTS
+def run(tests: str) -> Path:
+    """Runs every cell that has no result in this state of the sources, and returns the file of JSON lines."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    results = RESULTS / f"{state()}.jsonl"
+    # The chain of resumed runs is a storm, which a run of pytest leaves out by default.
+    command = [sys.executable, "-m", "pytest", tests, "--matrix", "full", "-m", "storm or not storm"]
+    # Nothing is left to run where pytest collects nothing, which is its status 5.
+    status = subprocess.run([*command, "--matrix-results", str(results)], cwd=ROOT, check=False).returncode
+    if status not in (0, 5):
+        sys.exit(status)
+    return results
+
+
+def state() -> str:
+    """Returns a hash of everything that a result depends on."""
+    digest = hashlib.sha256(torch.__version__.encode())
+    for file in sorted([*ROOT.glob("packages/*/src/**/*.py"), *ROOT.glob(f"{TESTS}/_*.py")]):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def with_bits(text: str, bits: Rows) -> str:
+    """Returns the page with another table of fingerprints.
+
+    Args:
+        text: The page.
+        bits: Fingerprints of every configuration that canonical numerics support.
+    """
+    before, rest = text.split(BITS.partition("\n")[0], 1)
+    after = rest[rest.index(RESUMED.partition("\n")[0]) :]
+    return before + "\n".join([BITS, *bits_table(bits), after])
 
 
 def page(curves: Rows, resumed: Rows, bits: Rows) -> str:
