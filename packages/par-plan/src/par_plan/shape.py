@@ -139,10 +139,12 @@ class Shape:
         Attention is causal, so that half of its products, 4 * context * width operations, are computed. It includes
         only the experts that a token is routed to.
         """
+        # A token passes all matrices of a dense block, but those of its own experts alone.
         blocks = (part.blocks - part.mixtures) * self.block_matrices
         if self.mixture is not None:
             blocks += part.mixtures * (self.attention_matrices + self.mixture.active)
         matrices = 2 * blocks + part.last * 2 * self.width * self.vocabulary
+        # 3 = 1 forward + 2 backward: the gradients of the input and of the weight each cost as much as the product.
         return 3.0 * matrices, 3.0 * part.blocks * 2 * self.context * self.width
 
 
@@ -224,6 +226,7 @@ class TensorSplit:
 
 def averaged_ranks(topology: Topology) -> int:
     """Return the number of ranks that average gradients of dense layers."""
+    # Ranks of the axis "expert" see other tokens, too: for a dense layer they are further data ranks.
     return topology.size("data") * axis_size(topology, "sequence") * axis_size(topology, "expert")
 
 
@@ -257,10 +260,12 @@ def split_of_mode(mode: str | None, ranks: int, axes: dict[str, int], *, sequenc
     if mode == "1d":
         return TensorSplit(**sizes, sequence=sequence, tokens=ranks if sequence else 1, inner=ranks, matrix=ranks)
     if mode in ("2d", "2.5d"):
+        # 2.5D is `depth` squares side by side: each square has other rows, and all have the same weights.
         q = axes["col"]
         tokens = q * axes.get("depth", 1)
         return TensorSplit(**sizes, tokens=tokens, features=q, inner_tokens=tokens, inner=q, matrix=q * q)
     if mode == "3d":
+        # In 3D rows lie on two of the cube's three axes, and a weight on all three.
         d = axes["weight"]
         return TensorSplit(**sizes, tokens=d * d, features=d, inner_tokens=d * d, inner=d, matrix=d**3)
     raise ValueError(f"there are no formulas for tensor mode {mode!r}; there are for {', '.join(MODES)}")
@@ -286,6 +291,7 @@ def why_not_sharded(shape: Shape, split: TensorSplit, rows: int = 0) -> str | No
     if shape.mixture is not None:
         if split.mode not in (None, "1d"):
             return f"experts need tensor mode '1d' or none, the config has {split.mode!r}"
+        # Shared experts see every token, so the tensor group divides them as it does a dense MLP.
         rules.append(("features of shared experts", shape.mixture.shared * shape.mixture.intermediate, split.ranks))
         rules.append(("features of an expert", shape.mixture.intermediate, split.experts.tensor))
     for what, length, parts in rules:

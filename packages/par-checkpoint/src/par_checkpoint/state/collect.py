@@ -175,6 +175,7 @@ def check_replicas(samples: Sequence[tuple[int, Samples]]) -> None:
     Raises:
         ValueError: Naming tensors that differ.
     """
+    # All differences are counted before the error, so that one reads whether a tensor or the model is concerned.
     seen: dict[str, tuple[int, int]] = {}
     different: dict[str, tuple[int, int]] = {}
     for rank, of_rank in samples:
@@ -197,6 +198,7 @@ def summary_of(state: EncodedState) -> StateSummary:
     groups = state.groups
     return StateSummary(
         parts={name: json.dumps(part) for name, part in state.parts.items()},
+        # As text, values compare without a look at what they are, and NaN equals NaN.
         groups=None if groups is None else [(tuple(names), json.dumps(options)) for names, options in groups],
         slots={key: json.dumps(slot) for key, slot in state.slots.items()},
         own=json.dumps(state.own),
@@ -252,6 +254,7 @@ def united_state(mine: EncodedState, summaries: Sequence[StateSummary], order: M
     _check_same("scheduler", [summary.parts["scheduler"] for summary in summaries])
     _check_same("what state_dict() of the optimizer adds", [summary.own for summary in summaries])
     tensors = _united("tensor", [summary.tensors for summary in summaries])
+    # Tensors in encoded values are no entries with owners: the first rank alone writes them.
     absent = sorted(set(tensors) - set(summaries[0].tensors))
     if absent:
         raise ValueError(
@@ -304,6 +307,7 @@ def united_ties(
                     f"{name!r} shares the memory of {first!r} on rank {rank}, and of {kept!r} on rank {ranks[0]}; tie "
                     "it to the same tensor everywhere"
                 )
+    # A tied name that is stored after all needs no alias, which would hide its own data on loading.
     return {name: kept for name, (kept, _) in united.items() if name not in stored}
 
 

@@ -53,6 +53,7 @@ def check_no_url(path: str) -> None:
     At the beginning of a path any scheme counts, further on only those of known stores: so a folder whose name ends
     with a colon can still be named, as "./name:/...".
     """
+    # On Windows pathlib writes a URL with backslashes.
     parts = path.replace("\\", "/").split("/")
     if parts[0] == "~":
         # Later, `rm -r ~` in a shell would remove the home folder instead of this folder.
@@ -63,6 +64,7 @@ def check_no_url(path: str) -> None:
     for number, part in enumerate(parts[:-1]):
         scheme = part.removesuffix(":")
         if number:
+            # fsspec chains schemes, as in "simplecache::s3://..."; the last one says where files are.
             is_scheme = scheme.rpartition("::")[2].lower() in _SCHEMES
         else:  # one letter is a drive
             is_scheme = re.fullmatch("[A-Za-z][A-Za-z0-9+.:-]+", scheme) is not None

@@ -67,6 +67,7 @@ def convert_checkpoint(
     if dtype is not None and not (isinstance(cast, torch.dtype) and cast.is_floating_point):
         raise ValueError(f"dtype {dtype!r} is none of torch's floating-point ones, such as bfloat16")
     open_folder(target)  # raises where it cannot be a target
+    # lexists: a link that leads nowhere is something that must not be overwritten, either.
     if os.path.lexists(target):
         raise FileExistsError(f"{target!r} exists; choose another path")
     if to == "dcp" and "://" in target:
@@ -82,6 +83,7 @@ def convert_checkpoint(
                 "save_pretrained writes; or leave dtype, which keeps the codes"
             )
     if to != "dcp":
+        # `save` copies files by path, and those of an object store or with a new dtype have none.
         with tempfile.TemporaryDirectory() as beside:
             assets = _written(found.beside, Path(beside), cast)
             files = Format(style=to, dtype=cast, max_shard_size=max_shard_size, assets=assets)
@@ -90,6 +92,7 @@ def convert_checkpoint(
     from torch.distributed.checkpoint.state_dict_saver import save as save_dcp  # noqa: PLC0415 - slow to import
 
     state = {name: each.to(cast) if cast and each.is_floating_point() else each for name, each in found.tensors.items()}
+    # DCP stores tensors alone: whatever else was found is reported as left out.
     save_dcp(state, checkpoint_id=target, no_dist=True)
     return [*found.left_out, *found.beside, *(() if found.step is None else ("the step",))]
 
@@ -133,6 +136,7 @@ def _read_checkpoint(folder: Folder) -> _SourceState:
     read = reader_of(folder, outline)
     tensors = {name: read(name) for name in outline.places("model")}
     beside = [name for name in folder.sizes() if is_beside_weights(name) or is_of_tokenizer(name)]
+    # All that no reader has asked for is named at the end, so that nothing gets lost in silence.
     known = {MANIFEST, *beside, *(place.file for place in outline.places("model").values())}
     known |= {outline.directories["model"].index or "", *outline.pickled.get("model", ())}
     left_out = []
@@ -161,6 +165,7 @@ def _with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
     """Return a config of transformers for tensors of another dtype, so that `from_pretrained` opens them."""
     values = parse_object(config, CONFIG)
     name = str(dtype).removeprefix("torch.")
+    # Models with a part for text and one for images have a dtype in each part's own config.
     for part in (values, *(each for each in values.values() if isinstance(each, dict))):
         part.update({key: name for key in ("dtype", "torch_dtype") if isinstance(part.get(key), str)})
     return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
@@ -194,6 +199,7 @@ def _model_in(value: object, above: str = "") -> tuple[object, list[str]]:
     """
     if not isinstance(value, Mapping):
         return value, []
+    # A key that says "model" decides, even if other mappings beside it hold tensors: those of an EMA, say.
     own = next((key for key in _MODELS if isinstance(value.get(key), Mapping) and _flat(value[key])), None)
     if own is not None:
         return value[own], [f"{above}{key}" for key in value if key != own]

@@ -91,6 +91,7 @@ class ShardedDataLoader:
         source: BatchSource
         if not isinstance(loader.dataset, IterableDataset):
             source = MapSource(loader, shard_of, seed, signals)
+        # A stream in shards: a lane has its own shards, so that no rank reads samples of others only to drop them.
         elif (lanes := count_lanes(loader.dataset, loader.batch_size)) == 1:
             source = StreamSource(loader, shard_of, seed, signals)
         else:
@@ -104,6 +105,7 @@ class ShardedDataLoader:
                 data_group=data_group,
                 signals=signals,
             )
+        # Tensor and pipeline ranks of a replica get one rank's batches: two readers of a stream would drift apart.
         if replica_group is not None and dist.get_world_size(replica_group) > 1:
             source = BroadcastSource(source, Broadcaster(replica_group, pinned=loader.pin_memory))
         self._source: BatchSource | None = source
@@ -195,6 +197,7 @@ class ShardedDataLoader:
             self.position.next_epoch()
             self._batches = None
         else:
+            # Counted when the program gets a batch, not when a worker has read it ahead.
             self.position.samples += item.size
         return item
 

@@ -101,6 +101,7 @@ def documents_of(
     size = sum(path.stat().st_size for path in paths)
     with tqdm(total=size, desc="tokenize", unit="B", unit_scale=True, disable=hidden) as bar:
         left = chain.from_iterable(_records(path, format_, field, bar.update) for path in paths)
+        # In batches, which fast tokenizers spread over threads.
         while records := list(islice(left, _BATCH)):
             if format_ == "chat":
                 yield from _chats(tokenizer, template, records)
@@ -129,6 +130,7 @@ def check_template(tokenizer: Any, template: str | None) -> str:
         raise ValueError(
             f"the tokenizer has {'several chat templates' if template else 'no chat template'}; set template to a file"
         )
+    # transformers would give a mask of zeros, and a model would train on nothing.
     if _TAG.search(template) is None:
         raise ValueError(
             "the chat template does not mark the assistant's part, so there are no targets; in a template of your own, "

@@ -98,6 +98,7 @@ def saved_mixture(mixture: Mixture, spread: ExpertPlacement, numbers: ExpertWidt
     shared = 0.0
     if mixture.shared:
         inner = mixture.shared * mixture.intermediate / spread.group * (4 if mixture.gated else 2)
+        # Shared experts run on whole tokens. Their input is kept once more only where the router sees a part of it.
         shared = tokens * inner * numbers.product + (0 if routed == tokens else tokens * width)
     return router + shared + float(layer_cost(mixture, spread, tokens, numbers.product, load).saved)
 
@@ -106,6 +107,7 @@ def tensor_bytes(mixture: Mixture, spread: ExpertPlacement, numbers: ExpertWidth
     """Return the bytes over the tensor axis for a `LayerSet.MoE` and one microbatch."""
     if spread.group == 1:
         return 0.0
+    # Under sequence parallelism the block's own gather and scatter move the tokens, so the layer joins none.
     received = float(layer_cost(mixture, spread, tokens, numbers.residual, joins=not spread.sequence).tensor)
     if mixture.shared and spread.tensor == 1:  # else they join the sums of the others
         received += 2 * all_reduced(spread.group, tokens * mixture.hidden) * numbers.residual
@@ -121,6 +123,7 @@ def tensor_operations(mixture: Mixture, spread: ExpertPlacement) -> int:
 
 def partial_elements(mixture: Mixture, spread: ExpertPlacement) -> float:
     """Return the elements that a rank receives per step to sum the router's partial gradients."""
+    # Ranks that route different tokens each have a part of the router's gradient; else they have the same one.
     return all_reduced(spread.group, mixture.router) if spread.tensor == 1 and spread.group > 1 else 0.0
 
 
@@ -181,6 +184,7 @@ def expert_work(
     """
     if mixture is None or not layers:
         return None
+    # Memory and time are those of the largest microbatch; the host waits in every one.
     cost = layer_cost(mixture, spread, max(microbatches), numbers.product, load)
     return ExpertWork(
         imbalance=float(cost.imbalance),

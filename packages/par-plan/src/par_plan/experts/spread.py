@@ -35,6 +35,8 @@ class ExpertPlacement:
     @property
     def reaches(self) -> bool:
         """Whether ranks that have the same experts are not all among those that have the same dense layers."""
+        # If the experts' ranks are a multiple of the tensor group, each copy has a tensor group of its own, and
+        # nothing crosses from one to the next.
         return self.tensor < self.group and self.parallel % self.group > 0
 
     @property
@@ -71,6 +73,7 @@ def expert_config(topology: Topology) -> dict[str, Any]:
     spread = expert_placement(topology)
     if not spread.is_dealt:
         return {}
+    # The short form means what it says only if no rank of a replica holds other experts.
     if spread.own == spread.parallel and spread.tensor == topology.size("tensor"):
         return {"expert": spread.parallel}
     return {"expert": {"size": spread.parallel, "tensor": spread.tensor}}

@@ -115,6 +115,7 @@ class GPTPlan:
             return
         for q in range(2, math.isqrt(size) + 1):  # squares, as many of them side by side as one has sides, and cubes
             depth, rest = divmod(size, q * q)
+            # Mode 2.5d has at most as many squares as a square has sides.
             if rest == 0 and depth == 1:
                 yield {"mode": "2d"}
             elif rest == 0 and depth <= q:
@@ -153,6 +154,7 @@ class GPTPlan:
         last = saved_ends(shape, split, numbers, tokens, last=part.last)
         cheap, once, reached = self.recompute == "cheap", 0.0, 0.0
         if sequence.ranks > 1:
+            # What attention keeps of other ranks' tokens belongs to no layer's formula.
             taken = reach(sequence, self._attention(split), shape.context, job.documents)
             reached = taken.kept * rows / split.inner_tokens * numbers.product
             once = 8 * tokens // rows if part.first else 0  # the places of tokens, as int64
@@ -162,9 +164,11 @@ class GPTPlan:
             with_experts = saved_block(shape, split, numbers, tokens, cheap=cheap, mixture=mixture) + reached
         if self.checkpointing:  # of one block at a time the rest is there, when what the loss has kept is gone
             whole = max(with_experts if part.mixtures else 0.0, block if part.mixtures < part.blocks else 0.0)
+            # From here a block counts as its input alone.
             block = with_experts = tokens / split.tokens * shape.width / split.features * numbers.residual
             once += max(0.0, whole - block - (last if part.last else 0))
         stages = []
+        # Stages of one rank differ where blocks with experts do not divide evenly; the fullest counts.
         for start, stop in (stage_run(shape.layers, pipeline.stages, number) for number in place.stages):
             mixtures = shape.mixtures(start, stop)
             stages.append((stop - start - mixtures) * block + mixtures * with_experts)
@@ -212,6 +216,7 @@ class GPTPlan:
             matrices = (part.blocks - part.mixtures) * 2 * (shape.block_matrices - shape.width * shape.mlp)
             if self.mixture is not None:
                 matrices += part.mixtures * 2 * (shape.attention_matrices + self.mixture.active)
+            # A third of a step's attention is its forward, which is all that is repeated.
             return float(matrices), self.flops(part)[1] / 3
         if self.recompute == "cheap":
             features = (part.blocks - part.mixtures) * (2 * shape.width + shape.mlp) + part.mixtures * shape.width

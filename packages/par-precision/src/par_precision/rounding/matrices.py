@@ -46,6 +46,7 @@ class Matrix(NamedTuple):
 
 def keys_of(seed: int, step: int, name: str) -> Keys:
     """Return the keys of a tensor's random numbers at a step."""
+    # Not Python's own hash, which every process salts: all ranks must draw the same bits for an element.
     digest = hashlib.blake2b(f"{int(seed)} {int(step)} {name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
@@ -68,6 +69,7 @@ def matrices_of(
         seed: Seed of the run.
         step: Number of the training step.
     """
+    # The keys are those of the parameter, not of the buffer: so an element is rounded alike under every sharding.
     for segment in segments:
         keys = keys_of(seed, step, segment.name + suffix)
         for box in segment.sharding.boxes:
@@ -110,6 +112,7 @@ def _of_box(box: Box, shape: tuple[int, ...], target: Tensor, source: Tensor, ke
     dims = [_Dim(*dim) for dim in zip(box.size, row_major, target.stride(), source.stride(), strict=True)]
     *outer, rows, columns = _merged(dims)
     begin = sum(start * step for start, step in zip(box.start, row_major, strict=True))
+    # More than two dims that do not merge are rare; each further index costs a call.
     for place in itertools.product(*(range(dim.size) for dim in outer)):
         first, into, out_of = begin, int(target.storage_offset()), int(source.storage_offset())
         for number, dim in zip(place, outer, strict=True):
@@ -132,6 +135,7 @@ def _merged(dims: Iterable[_Dim]) -> list[_Dim]:
     for dim in dims:
         if merged and merged[-1][1:] == (dim.size * dim.uncut, dim.size * dim.target, dim.size * dim.source):
             merged[-1] = dim._replace(size=merged[-1].size * dim.size)
+        # A dim of one index has no step, and would keep its neighbours from merging.
         elif dim.size > 1:
             merged.append(dim)
     return [_Dim(1, 0, 0, 0)] * (2 - len(merged)) + merged

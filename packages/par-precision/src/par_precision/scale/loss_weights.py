@@ -25,6 +25,7 @@ class LossWeights:
     """
 
     def __init__(self, device: torch.device) -> None:
+        # Constants of the device: a number made in each step would be copied there, and wait for it.
         self._no, self._yes = (torch.full((), value, dtype=torch.float64, device=device) for value in (0.0, 1.0))
         self.typical = self._yes
         self._differed = torch.zeros((), dtype=torch.bool, device=device)
@@ -87,12 +88,14 @@ class LossWeights:
         self.empty = None
         if some_without and totals.is_cpu and not totals[2]:  # the usual step; a look at it is free there
             return None
+        # From here on no value is looked at, only computed with: a look would wait for the device in every step.
         squares, weight, ranks_with, ranks_without = totals.unbind()
         differ = ranks_with * ranks_without > 0
         squares.masked_fill_(differ, math.nan)
         self._differed = self._differed | differ
         if some_without:
             return None
+        # Where no rank had a weight, typical / typical leaves gradients as they are.
         mean = torch.where(ranks_with > 0, self.mean_of(weight, ranks_with), self.typical)
         divisor = mean / self.typical
         usable = (mean > 0) & (mean < math.inf) & ~differ
