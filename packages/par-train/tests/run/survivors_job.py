@@ -1,6 +1,7 @@
 """A training job of a rank under a keeper, in which ranks kill themselves; `test_survive` starts it.
 
-The argument is JSON: "kills" has lists of number, step and phase; "steps" and "zero" are those of the run.
+The argument is JSON: "kills" has lists of number, step and phase; "steps" and "zero" are those of the run;
+"back" has a step before which the run is saved, and one before which this checkpoint is loaded.
 """
 
 import json
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from par_checkpoint import load, save
 from par_train import Survivors, TrainState
 from par_zero import summon
 
@@ -67,7 +69,13 @@ def main():
     given = json.loads(sys.argv[1])
     Mortal.kills = tuple(map(tuple, given.get("kills", ())))
     with Mortal(build, timeout=60, zero=given.get("zero", 0), **given.get("options", {})) as survivors:
+        saved, back = given.get("back", (None, None))
         for step in survivors.steps(given["steps"]):
+            parts = {"model": survivors.state.model, "optimizer": survivors.state.optimizer}
+            if step.number == saved:
+                save(f"{given['lines']}.checkpoint", **parts)
+            if step.number == back:
+                load(f"{given['lines']}.checkpoint", **parts)
             loss = step.run(loss_of)
             ranks = survivors.ranks
             told = {"number": survivors.number, "step": step.number, "loss": loss, "ranks": ranks, "time": time.time()}

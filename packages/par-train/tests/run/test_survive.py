@@ -1,5 +1,6 @@
 """A run goes on after ranks are lost, and ends with the weights of the run without a loss."""
 
+import copy
 import importlib.util
 import json
 import os
@@ -27,14 +28,24 @@ PHASES = ("forward", "backward", "sending", "reduced", "passed", "updated", "for
 IN_MOVES = ("formed", "told", "built", "moved")  # these need an epoch that begins at the step: another rank dies first
 
 
-def expected(steps=STEPS):
-    """The weights and losses of one process that is never disturbed."""
+def expected(steps=STEPS, back=(None, None)):
+    """The weights and losses of one process that is never disturbed.
+
+    Args:
+        steps: Number of steps.
+        back: A step before which the state is kept, and one before which it is restored.
+    """
     spec = importlib.util.spec_from_file_location("survivors_job", SCRIPT)
     job = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(job)
     model, optimizer, plain, scheduler = job.objects()
     loader, losses = ShardedDataLoader(plain, rank=0, num_replicas=1, seed=0), []
-    for _ in range(steps):
+    for step in range(steps):
+        if step == back[0]:
+            kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        if step == back[1]:
+            model.load_state_dict(kept[0])
+            optimizer.load_state_dict(kept[1])
         loss = job.loss_of(model, next(iter(loader)))
         loss.backward()
         optimizer.step()
@@ -64,23 +75,27 @@ def lines_of(folder):
     return [json.loads(line) for line in whole]
 
 
-def end(folder, job, *, steps=STEPS, timeout=300):
+def states_of(folder):
+    return [torch.load(path) for path in sorted(folder.glob("told.*")) if path.is_file()]
+
+
+def end(folder, job, *, steps=STEPS, timeout=300, back=(None, None)):
     """Wait for a job, compare its weights and losses with the undisturbed run, and return what its ranks wrote."""
     try:
         errors = job.communicate(timeout=timeout)[1]
     finally:
         job.kill()
     assert job.returncode == 0, errors
-    weights, losses = expected(steps)
+    weights, losses = expected(steps, back)
     told = lines_of(folder)
     for each in told:
         # The order of sums depends on the number of ranks: some units in the last place of fp64.
         assert each["loss"] == pytest.approx(losses[each["step"]], rel=1e-10)
-    states = [torch.load(path) for path in folder.glob("told.*")]
+    states = states_of(folder)
     assert len(states) == len(told[-1]["ranks"])
     for state in states:
         calls = state.pop("0.calls")
-        assert calls == steps  # the call of a step that was done again is not counted twice
+        assert calls == weights["0.calls"]  # the call of a step that was done again is not counted twice
         for name, value in state.items():
             torch.testing.assert_close(value, weights[name], rtol=1e-9, atol=1e-10)
     return told
@@ -120,8 +135,13 @@ def test_is_whole_finds_a_sharding_that_ranks_hold(cuts, whole):
     assert is_whole([[RingPlace(*cut) for cut in of_rank] for of_rank in cuts]) is whole
 
 
-def states_of(folder):
-    return [torch.load(path) for path in sorted(folder.glob("told.*"))]
+@pytest.mark.storm
+@pytest.mark.parametrize("zero", [1, 3])
+def test_copies_have_what_a_load_has_written(tmp_path, zero):
+    back = (2, 5)
+    job = start(tmp_path, "--ranks=3", zero=zero, kills=[[1, 7, "reduced"]], back=back)
+    told = end(tmp_path, job, back=back)
+    assert {each["number"] for each in told if each["step"] == 9} == {0, 2}
 
 
 @pytest.mark.storm
