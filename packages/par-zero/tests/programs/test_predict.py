@@ -131,9 +131,8 @@ def test_predict_step_without_a_bound_counts_two_reductions():
         predict_step(module, stage=3, ranks=2, options=ShardOptions(units=[nn.Linear(1, 1)]))
 
 
-@pytest.mark.cpu(reason="takes more than five minutes on a device")
 @for_each(stage=range(4), passes=((True,), (False, True), (True, True)))
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, timeout=600)
 def test_steps_of_a_loop_are_the_predicted_programs(stage, passes):
     """Entry by entry, so the checks of helpers.py are not skipped for all loops."""
     for inflight, dtype in itertools.product((1, 2), (None, torch.bfloat16)):

@@ -38,8 +38,8 @@ class Shampoo(torch.optim.Optimizer):
                 state, gradient = self.state[parameter], parameter.grad
                 rows, columns = parameter.shape
                 if not state:
-                    state["rows"] = group["eps"] * torch.eye(rows, dtype=parameter.dtype)
-                    state["columns"] = group["eps"] * torch.eye(columns, dtype=parameter.dtype)
+                    state["rows"] = group["eps"] * torch.eye(rows, dtype=parameter.dtype, device=parameter.device)
+                    state["columns"] = group["eps"] * torch.eye(columns, dtype=parameter.dtype, device=parameter.device)
                 state["rows"].add_(gradient @ gradient.T)
                 state["columns"].add_(gradient.T @ gradient)
                 parameter.sub_(_root(state["rows"]) @ gradient @ _root(state["columns"]), alpha=group["lr"])
@@ -53,7 +53,7 @@ class Drawing(torch.optim.SGD):
         """Add noise to each gradient, and step."""
         for group in self.param_groups:
             for each in group["params"]:
-                each.grad.add_(torch.randn(each.shape))
+                each.grad.add_(torch.randn(each.shape, device=each.device))
         return super().step(closure)
 
 
