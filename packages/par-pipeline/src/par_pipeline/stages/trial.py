@@ -40,7 +40,7 @@ def find_plan(model: nn.Module) -> StagePlan:
         )
     with torch.no_grad():
         # The towers of a model that reads tokens alone do not run, so that their lists are no chains.
-        trials = [_Trial(model, layers, values) for layers in names for values in FORMS]
+        trials = [_StageTrial(model, layers, values) for layers in names for values in FORMS]
         found = next((each for each in trials if not each.problem), max(trials, key=lambda each: each.reached))
         problem = found.problem or found.problem_of_stages()
     if problem:
@@ -51,7 +51,7 @@ def find_plan(model: nn.Module) -> StagePlan:
     return found.plan
 
 
-class _Trial:
+class _StageTrial:
     """Runs of a small copy of a model with identities in place of its layers.
 
     Args:
@@ -183,7 +183,7 @@ class _RecordingLayer(Absent):
         trial: The trial that registers the arguments.
     """
 
-    def __init__(self, layer: nn.Module, values: int, number: int, trial: _Trial) -> None:
+    def __init__(self, layer: nn.Module, values: int, number: int, trial: _StageTrial) -> None:
         super().__init__(layer, values)
         self._number = number
         # No submodule: the trial holds the copy of the model that this layer is in.
