@@ -27,6 +27,7 @@ MORE_TENSOR = [
 PIPELINE = ["bamba", "nemotron_h", "qwen3_next"]
 MORE_PIPELINE = [
     "bailing_hybrid",
+    "falcon_h1",
     "gpt_oss",
     "granitemoehybrid",
     "jamba",

@@ -134,6 +134,7 @@ OWN: dict[str, dict[str, Any]] = {
         "moe_k": 2,
     },
     "esmc": {"num_key_value_heads": 4},
+    "falcon_h1": {"mamba_d_ssm": 64},
     "gemma3n_text": {
         "num_kv_shared_layers": 2,
         "layer_types": ["sliding_attention", "full_attention"] * 3,
