@@ -149,6 +149,7 @@ class LayerSet(LayerSetOperations):
         check_divides(out_features, self.rules.column.rows, self.grid, "out_features")
         check_lanes(out_features, self.rules.lanes, "out_features")
         rows = [Rows(length=out_features, axes=self.rules.column.rows)]
+        # A column product, whose output then changes its layout: alone it needs no row-parallel partner.
         column = self._column(rows, in_features, bias, init, then=self.rules.to_residual)
         return self._made(column, self.rules.residual, self.rules.residual)
 
@@ -341,6 +342,7 @@ class LayerSet(LayerSetOperations):
             router = RouterConfig(correction_bias=True)
             moe = layers.MoE(64, 32, num_experts=8, top_k=2, router=router, num_shared_experts=1, balance=balance)
         """
+        # A mode on a single rank has the rules of one device, and so may have experts.
         if self.mode not in (None, "1d") and self.rules != ModeRules():
             raise ValueError(f"mode={self.mode!r}: experts need mode '1d' or one device; use layer_set('1d', groups)")
         if self.rules.lanes.sequence > 1:

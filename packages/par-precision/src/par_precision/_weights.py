@@ -31,6 +31,7 @@ class Change:
         """Changes the gradients of some tensors, in place."""
         if self.factor is None and self.limit is None:
             return
+        # The local parts of DTensors: a factor is a number, so no rank needs another's elements.
         gradients = local_gradients(tensors)
         if self.factor is not None:
             multiply_(gradients, self.factor)

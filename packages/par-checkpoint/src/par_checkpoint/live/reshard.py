@@ -80,6 +80,7 @@ def reshard(
     begin = time.perf_counter()
     with session_of(group).calling("reshard()", timeout if is_timeout(timeout) else TIMEOUT) as session:
         ranks = session.ranks
+        # A save in the background may still read tensors that this call writes or frees.
         session.settle("wait")
 
         def look() -> tuple[tuple[Content, MoveOptions, SameOptions], list[int]]:
@@ -93,11 +94,13 @@ def reshard(
                 )
             how = MoveOptions(budget=parse_size(budget, name="budget", least=1), release=release, verify=verify)
             same = SameOptions({"strict": strict, "budget": how.budget, "release": release, "verify": verify})
+            # Ranks of one side have no target, and must still send what those of the other side ask for.
             parts = [int(target.model is not None), int(target.optimizer is not None)]
             return (collect(source), how, same), [*parts, *same.words()]
 
         (content, how, same), (models, optimizers, *words) = ranks.tell(look, 10)
         same.check(words, ranks)
+        # Summed over the ranks: a section moves if any rank wants it.
         sections = [name for name, count in (("model", models), ("optimizer", optimizers)) if count]
         memory = MemorySource.of(ranks, session.planned, content, source, target, sections=sections, options=how)
         report = apply_(Into(state=target, strict=strict, dtype=dtype, device=None), memory, ranks)

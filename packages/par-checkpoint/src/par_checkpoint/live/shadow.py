@@ -218,7 +218,7 @@ class Shadow:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Step the copy with the gradients that `exchange_gradients` received and the optimizer's current settings."""
+        """Update the copy with the gradients of `exchange_gradients` and the optimizer's current settings."""
         if self.copy is None:
             return
         step_others_(self._optimizer, self.copy.groups, self.copy.state)

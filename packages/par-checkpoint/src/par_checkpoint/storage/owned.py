@@ -84,6 +84,7 @@ def check_replaceable(url: str, names: Iterable[str], manifest: bytes | None) ->
     Raises:
         CheckpointError: It holds other files.
     """
+    # What the manifest names is ours under any name; other files must at least look like those of a model.
     known = _named_in(manifest) | {MANIFEST, SHOWN, BEGUN}
     unknown = sorted(name for name in names if _in_generation(name) not in known)
     unknown = [name for name in unknown if not is_standard(_in_generation(name))]
@@ -126,6 +127,7 @@ def check_name(name: str) -> str:
         ValueError: Any other name; it might lead out of the checkpoint.
     """
     parts = name.split("/")
+    # A manifest may come from a stranger: "../../.ssh/config" must not be written.
     if len(parts) > 2 or any(part in ("", ".", "..") or "\0" in part for part in parts):
         raise ValueError(f"{name!r} is no name of a checkpoint's file: it must be 'file' or 'folder/file'")
     return name
@@ -169,6 +171,7 @@ class Remnant:
 
 def remnant_of(name: str) -> Remnant | None:
     """Return the remnant with a folder's name; None if the name is not one of a save."""
+    # Leases are left out: a sweep removes one only after all folders of its save.
     match = re.fullmatch(r"\.(.+)\.(tmp|old)-([0-9A-Za-z]+)", name)
     return None if match is None else Remnant(*match.groups())
 

@@ -39,6 +39,7 @@ class FolderText:
     @cached_property
     def digest(self) -> str:
         """A hash that is equal on two ranks exactly if their bytes, their parts and their documents are."""
+        # With the lengths, else a border one byte further on would have the same hash.
         digest = hashlib.sha256(len(self.train).to_bytes(8) + self.train + self.held_out)
         for lengths in self.documents or ():
             digest.update(len(lengths).to_bytes(8) + lengths.tobytes())
@@ -76,6 +77,7 @@ def read_folder_text(
     if not folder.is_dir():
         raise ValueError(f"{str(folder)!r} is not a folder; pass the path of a folder of text")
     try:
+        # A folder lists its files in an order that machines and file systems choose.
         names = sorted(
             _find_files(folder, PurePosixPath()), key=lambda name: hashlib.sha256(os.fsencode(name)).digest()
         )
@@ -87,6 +89,7 @@ def read_folder_text(
     if not full:
         matching = f" that matches {', '.join(patterns)}" if patterns else ""
         raise ValueError(f"{str(folder)!r} holds no text file{matching}; pass a folder of UTF-8 text")
+    # From the end, so that a fraction of 0 holds out nothing.
     border = len(full) - round(len(full) * validation_fraction)
     lengths = None if documents is None else _lengths_of(texts, documents, border)
     return FolderText(folder=folder, files=len(texts), train=full[:border], held_out=full[border:], documents=lengths)
@@ -107,6 +110,7 @@ def _lengths_of(texts: Sequence[bytes], kind: str, border: int) -> tuple[Lengths
             ends += [begin + empty.end() for empty in _EMPTY_LINES.finditer(text)]
         begin += len(text)
         ends.append(begin)
+    # Sorted, and without the empty documents that two ends in one place would make.
     every = np.unique(np.array(ends, np.int64))
     place = int(np.searchsorted(every, border))
     return np.diff(every[: place + 1]), np.diff(every[place:])

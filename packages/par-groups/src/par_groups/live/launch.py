@@ -139,6 +139,7 @@ def launch(
         rank=place.rank,
         world_size=place.world_size,
         timeout=longest,
+        # With a device NCCL connects here, so that a wrong network shows before the model is made.
         device_id=chosen if chosen.type != "cpu" else None,
         store=meeting_point(place, longest),
     )
@@ -166,6 +167,7 @@ def default_backend(device: torch.device) -> str:
     """Return the default backend: gloo for CPU tensors, and the accelerator's own backend for its tensors."""
     if device.type == "cpu":
         return "gloo"
+    # Both: objects and counts on the CPU are then exchanged without a wait for the device.
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
 
 
@@ -220,6 +222,7 @@ def meeting_point(place: Launch, timeout: timedelta | None) -> Any:
         except dist.DistNetworkError as error:
             # All tries together must not exceed the timeout, so the next try gets only the rest of it.
             longest = timedelta(seconds=deadline - time.monotonic())
+            # Rank 0 has the store itself, and torchrun's does not belong to a start.
             if place.rank == 0 or keeps_one:
                 raise
             if longest <= timedelta():
@@ -338,6 +341,7 @@ def _prefix_of_start(store: Any, rank: int, world_size: int, contradiction: str 
         if store.check(questions):
             asked = [each.decode().partition(" ")[::2] for each in _all_of(store, questions)]
             contradiction = contradiction or next((text for _, text in asked if text), "")
+            # Asked again in each round: a late rank replaces the word that an earlier start has left.
             answers = [f"par_groups/answer/{each}" for each, _ in asked if each not in answered]
             _set_all(store, answers, f"{_REFUSED}{word} {contradiction}" if contradiction else word)
             answered.update(each for each, _ in asked)
@@ -375,6 +379,7 @@ def _name_missing(store: Any, received: list[str], word: str, seconds: float) ->
         f"{several if len(missing) > 1 else f'rank {missing[0]} has'} not come to the meeting of all ranks within "
         f"{seconds:g} s; look at the logs of their machines"
     )
+    # Before this rank raises: the store may live in its process, and others still read.
     store.set(f"par_groups/verdict/{word}", text)
     with suppress(RuntimeError):  # the store may go with this rank
         store.wait([key.replace("received", "heard", 1) for key in here], _TO_HEAR)

@@ -87,6 +87,7 @@ def read_flight_trace(trace: Mapping[str, Any], last: int) -> dict[str, Communic
     members = {
         str(config["name"]): tuple(json.loads(config["ranks"]))
         for config in trace.get("pg_config", {}).values()
+        # torch leaves ranks empty for a group whose members it does not know.
         if config.get("ranks")
     }
     return {
@@ -103,6 +104,7 @@ def label_of(description: str) -> str:
     Args:
         description: "default_pg", "undefined", "mesh_" and the name of a mesh dimension, or any other text.
     """
+    # par's own groups are described by the name of their axis.
     return {"default_pg": "world", "undefined": ""}.get(description, description.removeprefix("mesh_"))
 
 

@@ -53,6 +53,7 @@ def check_owned(named: Iterable[tuple[str, Sharding]], group: dist.ProcessGroup 
         # Python's hash of numbers is the same in every process, unlike that of texts.
         boxes = hash(tuple((box.start, box.size, box.copies) for box in record.boxes))
         mine.append(_Entry(name, record.shape, record.owned(rank, members), boxes))
+    # Cheapest first. Both answers are the same on all ranks, so that all go on to the same collective.
     if _are_sums_right(mine, group) or _are_digests_right(mine, group):
         return
     by_rank: list[list[_Entry]] = [mine] * len(ranks)
@@ -62,6 +63,7 @@ def check_owned(named: Iterable[tuple[str, Sharding]], group: dist.ProcessGroup 
         by_name.setdefault(entry.name, []).append(entry)
     for name, entries in by_name.items():
         shapes = {entry.shape for entry in entries}
+        # Shapes first: a count of elements means nothing where ranks differ in what the tensor is.
         if len(shapes) > 1:
             raise ValueError(f"{name!r} has different global shapes on the ranks: {sorted(shapes)}; fix its Sharding")
         owned, numel = sum(entry.owned for entry in entries), math.prod(entries[0].shape)
@@ -81,6 +83,7 @@ def _are_sums_right(mine: Sequence[_Entry], group: dist.ProcessGroup | None) -> 
     """
     size = dist.get_world_size(group)
     modulus = 2**63 // size  # so that the sum over the ranks is a number of 64 bits
+    # Without weights, an element too many of one tensor would make up for one too few of another.
     weights = {(entry.name, entry.shape): _hashed(entry.name, entry.shape) for entry in mine}
     owned = sum(entry.owned * weights[entry.name, entry.shape] for entry in mine)
     expected = sum(math.prod(shape) * weight for (_, shape), weight in weights.items()) % modulus
@@ -99,11 +102,13 @@ def _are_digests_right(mine: Sequence[_Entry], group: dist.ProcessGroup | None) 
     dist.all_gather(list(counts.split(1)), torch.tensor([len(mine)], device=device), group=group)
     most = max(counts.tolist())
     rows = [(_hashed(each.name), _hashed(each.shape), math.prod(each.shape), each.owned) for each in mine]
+    # An all-gather needs the same shape on all ranks; the counts say which rows are real.
     rows += [(0, 0, 0, 0)] * (most - len(mine))
     padded = torch.tensor(rows, dtype=torch.int64).view(most, 4)
     every = torch.empty(size, most, 4, dtype=torch.int64, device=device)
     dist.all_gather(list(every.unbind()), padded.to(device), group=group)
     every = every.cpu()[torch.arange(most) < counts.cpu().unsqueeze(1)]
+    # Without a loop over names: a pipeline of a large model has tens of thousands.
     names, which = every[:, 0].unique(return_inverse=True)
     alike = torch.zeros(len(names), 2, dtype=torch.int64).index_copy_(0, which, every[:, 1:3])  # of any of its ranks
     owned = torch.zeros(len(names), dtype=torch.int64).index_add_(0, which, every[:, 3])

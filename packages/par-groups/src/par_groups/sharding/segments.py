@@ -33,6 +33,7 @@ def sharding_of(tensor: torch.Tensor) -> Sharding:
     segments = SEGMENTS.of(tensor)
     if segments is not None:
         raise ValueError(f"this flat tensor packs {segments.names}; use segments_of(tensor)")
+    # Asked by attribute first, so that the import is paid by those who have a DTensor.
     if hasattr(tensor, "placements") and hasattr(tensor, "device_mesh"):
         from torch.distributed.tensor import DTensor  # noqa: PLC0415 - only those who have one pay for the import
 

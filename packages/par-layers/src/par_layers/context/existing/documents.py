@@ -91,6 +91,7 @@ def separate_modules_(model: nn.Module, names: tuple[str, ...]) -> None:
         model: The model.
         names: Names of the modules; none contains another one.
     """
+    # A model without the argument still gets positions from a packing loader; the hook takes them out.
     takes_none = "position_ids" not in _parameters(model)
     for module in _models_in(model) if names or takes_none else ():
         module.register_forward_pre_hook(_with_documents, with_kwargs=True)
@@ -117,6 +118,7 @@ class DocumentwiseForward(TokensFromAround):
         Raises:
             ValueError: The rows do not match their documents, or the module got a cache or a mask without numbers.
         """
+        # The class's forward: the module's own attribute is this object.
         tokens, forward = self.known(keywords), type(self._module).forward
         if tokens is None:
             if self._was_packed and current_graph_task() != -1:  # -1 outside of backward
@@ -137,6 +139,7 @@ class DocumentwiseForward(TokensFromAround):
                 f"{self._name} got {rows} rows of {length} tokens, but position_ids describe {len(tokens.documents)} "
                 f"rows of {tokens.length}; pass position_ids of the same rows as input_ids"
             )
+        # A cache holds the state behind the last token, whichever document that is of.
         for name, value in given.items():
             if value is not None and "Cache" in str(takes.parameters[name].annotation):
                 raise ValueError(
@@ -149,6 +152,7 @@ class DocumentwiseForward(TokensFromAround):
                     "attn_implementation='sdpa'"
                 )
         pieces: list[tuple[DocumentPart, Any]] = []
+        # One call for each document, or for each run of rows whose documents lie alike.
         for span in document_parts(tokens, 0, rows):
             bound.arguments.update(_part_of(given, rows, length, span))
             pieces.append((span, forward(*bound.args, **bound.kwargs)))
@@ -159,6 +163,7 @@ def _part_of(value: Any, rows: int, length: int, span: DocumentPart) -> Any:
     """Return a nested value with the document's part of each tensor of tokens, and of each mask of pairs of tokens."""
 
     def part(x: Tensor) -> Tensor:
+        # A mask of pairs has tokens in two dims, and both are cut.
         if x.dim() != 4 or x.shape[-2:] != (length, length) or x.shape[0] not in {1, rows}:
             result: Tensor = sliced(x, rows, length, span)
             return result
@@ -201,6 +206,7 @@ def packed_documents(positions: Tensor) -> tuple[tuple[int, ...], ...] | None:
     here = positions[0] if positions.dim() == 3 and len(positions) == 4 else positions
     if here.dim() != 2 or not here.numel():
         return None
+    # Once for a step: layers get the result, and do not wait for the device again.
     here = here.detach().cpu()
     # As Transformers' masks find documents: a position that is not the next one begins a document.
     begins = torch.diff(here, dim=1) != 1

@@ -55,6 +55,7 @@ def find_mixing_modules(model: nn.Module, separate: Callable[[nn.Module, tuple[s
                 f"{kind} fails on {sum(LENGTHS)} tokens of text ({type(error).__name__}: {error}), so it cannot be "
                 f"checked whether its packed documents read each other; {ADVICE}",
             )
+        # Each round separates one more class of modules, so that there are no more rounds than classes.
         while seen.difference > TOLERANCE:
             chain = seen.chain()
             if not chain:
@@ -64,11 +65,13 @@ def find_mixing_modules(model: nn.Module, separate: Callable[[nn.Module, tuple[s
                     f"do not restart, or it mixes tokens outside of its modules; {ADVICE}",
                 )
             for name in chain:
+                # All layers of a kind at once: the copy has few layers, and the model many.
                 further = _with_kind_of(model, name, names)
                 try:
                     tried = _run(model, separate, further)
                 except Exception:  # noqa: S112 - it cannot be called so, and the next one around it is tried
                     continue
+                # Progress is a leak that is gone, or one that begins at a later module.
                 if name not in tried.leaking and tried.chain()[:1] != chain[:1]:
                     names, seen = further, tried
                     break
@@ -119,6 +122,7 @@ def _run(
     if getattr(copied.config, "_attn_implementation", "eager") not in {"eager", "sdpa"}:
         copied.set_attn_implementation("eager")  # the others do not run on a CPU
     separate(copied, names)
+    # Learned positions end somewhere, and the copy's may end early.
     limit = getattr(copied.config.get_text_config(), "max_position_embeddings", None) or sum(LENGTHS)
     first, second = (min(each, limit // 2) for each in LENGTHS)
     generator = torch.Generator().manual_seed(1)
@@ -142,6 +146,7 @@ def _run(
             del module
             read = [_leak(x, first) for x in _of_tokens((args, keywords), shape)]
             written = [_leak(x, first) for x in _of_tokens(output, shape)]
+            # A module that received other tokens of B already is not the one that mixed them.
             if read and max(read) <= TOLERANCE < max(written, default=0.0):
                 leaking.append(name)
 
@@ -149,6 +154,7 @@ def _run(
 
     for name, module in copied.named_modules():
         module.register_forward_hook(watch(name), with_kwargs=True)
+    # Rows AB, A'B and BA: B must be alike in all, whatever lies before it.
     ab, ba = [*range(first), *range(second)], [*range(second), *range(first)]
     ids = torch.full(shape, 3 % copied.get_input_embeddings().num_embeddings)
     output = copied(input_ids=ids, position_ids=torch.tensor([ab, ab, ba]))
@@ -162,6 +168,7 @@ def _draw(parameter: nn.Parameter, generator: torch.Generator) -> Tensor:
     """Return values for a parameter that let every input count, in memory of its longest side."""
     if parameter.dim() < 2:  # positive: a model may take their root, or their logarithm
         return torch.rand(parameter.shape, generator=generator) + 0.5
+    # A Hankel matrix: all rows differ, and a large embedding takes no memory of its own.
     needed = sum(parameter.shape) - parameter.dim() + 1
     numbers = torch.randn(needed, generator=generator) * parameter.shape[-1] ** -0.5
     values: Tensor = numbers.as_strided(parameter.shape, (1,) * parameter.dim())

@@ -171,11 +171,13 @@ def style_of(rule: object, module: nn.Module, name: str) -> Style:
         return rule
     if not isinstance(rule, str):
         raise TypeError(f"the rule of {name!r} is {rule!r}; give a style, such as ColumnParallel(), or the name of one")
+    # Named, since a plan from a model's own code may still have them; the next line would call them unknown.
     if rule in _REMOVED:
         raise ValueError(
             f"the rule of {name!r} is {rule!r}, removed by transformers; use ep_dispatch_experts for the module with "
             "all experts and grouped_gemm for its weights, and no rule for the router"
         )
+    # Called for each module: a fused weight's parts depend on the module's sizes.
     style = STYLES[rule](module)
     if not isinstance(style, Style):
         raise TypeError(f"the registered style {rule!r} gave {style!r} for {name!r}; let it return a Style")

@@ -468,7 +468,7 @@ class Survivors:
         return replace(parts, model=held.model, optimizer=held.optimizer)
 
     def _watch_loads(self, state: TrainState) -> None:
-        """Notice when a load writes the state of the current objects."""
+        """Record when a load writes the state of the current objects."""
         inner = mixed_of(state.optimizer).inner
         held = [tensor for group in inner.param_groups for tensor in group["params"]]
 

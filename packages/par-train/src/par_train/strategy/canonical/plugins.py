@@ -40,6 +40,7 @@ class GridPlugin(Plugin):
         # The ranks of a sequence have losses of their own tokens, which are summed like those of other samples.
         parts = strategy.context.ranks
         assert isinstance(strategy.randomness, LaneRandomness)  # noqa: S101 - as `Strategy` has made it
+        # A lane has its number in the whole batch, so that it draws alike on whichever rank it runs.
         strategy.randomness.attach(model, first_lane=strategy.groups.rank(strategy.data_axes) * self._lanes)
         self.sums = ExactSums(losses=lanes.data * parts, replicas=replicas * parts, parts=parts)
         self.sums.attach(model)
@@ -100,6 +101,7 @@ class ExactPartials:
                 names |= {f"{prefix}.{name}" if prefix else name for each in module.tied for name in each}
         self._tensors: list[Tensor] = []
         for group in optimizer.param_groups:
+            # Without names a tensor is one parameter, whose sharding says whether it is partial.
             own = group.get("param_names") or [""] * len(group["params"])
             for name, tensor in zip(own, group["params"], strict=True):
                 segments = segments_of(tensor, name)
@@ -123,6 +125,7 @@ def _check(model: nn.Module, strategy: Setup) -> None:
     """
     lanes = strategy.layers.rules.lanes
     dtype = torch.bfloat16 if strategy.options.precision_name == "bf16" else torch.float32
+    # First the machine: no change of the model helps where its kernels depend on rows.
     unstable = unstable_kernels(strategy.device, dtype, lanes=lanes.tensor * lanes.sequence)
     if unstable:
         raise ValueError(
@@ -158,6 +161,7 @@ def _check(model: nn.Module, strategy: Setup) -> None:
                 f"{name!r} has {rate}: it draws between layers, so that a layer is skipped on some topologies and not "
                 "on others; set it to 0"
             )
+    # named_parameters leaves out the second name of a tied weight, which is what is looked for.
     uses: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         uses.setdefault(parameter, []).append(name)
@@ -170,6 +174,7 @@ def _check(model: nn.Module, strategy: Setup) -> None:
                 f"{own[0]!r} is {own[1]!r}, too, and autograd would round the gradient of each use before the tensor "
                 "ranks have summed it; use sequence_parallel=False with numerics='canonical'"
             )
+    # From here on only what offload does too early: a gradient that leaves the device is rounded there.
     if strategy.options.memory is None and "offload" not in strategy.options.zero_keywords:
         return
     if isinstance(model, PipelineStages) and strategy.groups.size("pipeline") > 1 and any(model.tied):

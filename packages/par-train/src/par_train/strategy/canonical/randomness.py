@@ -62,7 +62,10 @@ class LaneRandomness(StepRandomness):
             self._seed_generators(derive_seed(torch.initial_seed(), name))
 
         def end(*_: Any) -> None:
-            self._restore(states.pop())
+            before, *own = states.pop()
+            torch.set_rng_state(before)
+            for state in own:
+                torch.get_device_module(self._device).set_rng_state(state)
 
         hooks: list[tuple[nn.Module, Callable[..., None]]] = [(root, begin_lane)]
         hooks += [(layer, partial(begin_layer, name)) for name, layer in layers.items()]
@@ -73,11 +76,6 @@ class LaneRandomness(StepRandomness):
     def _states(self) -> list[Tensor]:
         own = [] if self._device.type == "cpu" else [torch.get_device_module(self._device).get_rng_state()]
         return [torch.get_rng_state(), *own]
-
-    def _restore(self, states: list[Tensor]) -> None:
-        torch.set_rng_state(states[0])
-        for state in states[1:]:
-            torch.get_device_module(self._device).set_rng_state(state)
 
     @property
     def step(self) -> int:
