@@ -116,14 +116,10 @@ def case(
     }
     first = [model if model != "GPT" else "", " x ".join(filter(None, axes)) or "one rank"]
     name = ", ".join(filter(None, [*first, *further]))
-    ranks = (
-        data
-        * ranks
-        * mode.get("size", 1)
-        * cut.get("size", 1)
-        * {"EP2": 2, "EP4 folded": 2, "EP4": 4}.get(expert or "", 1)
-    )
-    return Case(name=name, ranks=ranks, options=options, tied=tied, model=model, muon=muon)
+    spread = EXPERT.get(expert or "", 1)
+    inner = mode.get("size", 1) * cut.get("size", 1)  # ranks over which folded experts lie first
+    own = max(1, spread["size"] // inner) if isinstance(spread, dict) else spread
+    return Case(name=name, ranks=data * ranks * inner * own, options=options, tied=tied, model=model, muon=muon)
 
 
 def is_of_matrices(group: dict[str, Any]) -> bool:
