@@ -225,9 +225,9 @@ def test_modules_without_a_rule_are_refused_by_name_under_sequence_parallelism()
     model = llama(None)
     model.model.layers[1].extra = nn.Linear(64, 64)
     message = "'model.layers.1.extra.weight' has a gradient that is a sum over each rank's tokens, .* a Linear"
-    with Strategy(parallel=SEQUENCE[2], numerics="canonical", lanes=LANES) as strategy:
-        with pytest.raises(ValueError, match=message):
-            strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    options = {"numerics": "canonical", "lanes": LANES}
+    with Strategy(parallel=SEQUENCE[2], **options) as strategy, pytest.raises(ValueError, match=message):
+        strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 @pytest.mark.ranks(2)
