@@ -12,7 +12,7 @@ import pytest
 
 PACKAGES = sorted(path.parent for path in Path(__file__).parents[1].glob("packages/*/pyproject.toml"))
 
-THERE = {"par-precision": {"triton"}, "par-layers": {"transformers"}, "par-checkpoint": {"verl", "vllm"}}
+THERE = {"par-precision": {"triton"}, "par-layers": {"transformers", "triton"}, "par-checkpoint": {"verl", "vllm"}}
 """What comes with torch, with the models that are given, and with the engine that loads an adapter."""
 
 KEYWORDS = {"par_tokens"}
@@ -27,6 +27,8 @@ SET_BY_NAME = {
 CUDA_ONLY = {
     "par_layers/context/kernels/choose.py": "attention kernels for CUDA",
     "par_layers/experts/products.py": "grouped matmuls for CUDA",
+    "par_layers/modes/lane_kernel.py": "a Triton kernel",
+    "par_layers/modes/lanes.py": "chooses the Triton kernel",
     "par_precision/_float8.py": "float8 matmuls for CUDA",
     "par_precision/_precisions.py": "compute capabilities of NVIDIA GPUs",
     "par_precision/rounding/rounding.py": "chooses the Triton kernels",

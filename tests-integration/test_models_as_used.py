@@ -100,6 +100,11 @@ def test_heads_that_no_stage_is_said_to_have_are_refused():
             image_token_index=90,
         ),
     }
+    messages = {  # a classifier takes the last token that is no padding, which token ids alone show
+        "score": "the last stage returns other values than the full model",
+        "qa_outputs": "on the first stage, the code around them stops",
+        "model.vision_tower": "has parameters in 'model.vision_tower' .* no stage would run it",
+    }
     ranks = torch.distributed.get_world_size()
     parallel = {"pipeline": 2, **({"tensor": {"size": 2, "mode": "1d"}} if ranks == 4 else {})}
     for name, make in makes.items():
@@ -107,7 +112,7 @@ def test_heads_that_no_stage_is_said_to_have_are_refused():
         before = [tuple(parameter.shape) for parameter in model.parameters()]
         with (
             Strategy(parallel=parallel, pipeline={"microbatches": 2}) as strategy,
-            pytest.raises(TypeError, match=rf"has parameters in '{name}' .* no stage would run it"),
+            pytest.raises(TypeError, match=messages[name]),
         ):
             strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
         assert [tuple(parameter.shape) for parameter in model.parameters()] == before

@@ -146,7 +146,7 @@ def test_configurations_are_those_that_the_model_allows():
     found = [(each.size("pipeline"), each.size("tensor")) for each, _ in configurations(shape(), 4, JOB)]
     assert {pipeline for pipeline, _ in found} == {1, 2, 4}
     assert {tensor for _, tensor in found} == {1, 2, 4}  # of four, two have a copy of a head of keys each
-    alone = [(each.size("pipeline"), each.size("tensor")) for each, _ in configurations(shape("GPT2"), 4, JOB)]
+    alone = [(each.size("pipeline"), each.size("tensor")) for each, _ in configurations(shape("Mamba"), 4, JOB)]
     assert {pipeline for pipeline, _ in alone} == {1}
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from par_groups import LaneCounts, ProcessGroups, Topology
+from par_groups import EXACT_LIMIT, LaneCounts, ProcessGroups, Topology
 from par_layers import initialize, layer_set, parallelize
 from par_layers.examples.gpt import GPT
 from par_layers.modes.chunks import ChunkedParameters, ChunkSums
@@ -156,7 +156,7 @@ def test_chunks_on_two_ranks_add_up_to_the_bits_of_one():
 
 def test_sums_of_chunks_beyond_the_exact_range_are_as_large():
     x = torch.tensor([5.0, 5.0, -5.0, -4.0]).view(1, 4, 1)
-    assert ChunkSums(4, cut=False).of_tokens(x) == 19
+    assert ChunkSums(4, cut=False).of_tokens(x) >= EXACT_LIMIT
 
 
 # What has no form in lanes

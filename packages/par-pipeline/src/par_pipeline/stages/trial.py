@@ -80,9 +80,13 @@ class _StageTrial:
         for name, module in around.items():
             for each in module.modules():
                 each.register_forward_hook(lambda *_, name=name: moments[name].add(len(self._calls)))
-        ids = torch.arange(ROWS * TIME).view(ROWS, TIME) % IDS
+        self._ids = torch.arange(ROWS * TIME).view(ROWS, TIME) % IDS
+        padding = getattr(getattr(model, "config", None), "pad_token_id", None)
+        if isinstance(padding, int):
+            # A classifier looks for padding in token ids to find the last token of a row, and later stages have none.
+            self._ids[0, -2:] = padding
         outputs = self._run(
-            self._copy, input_ids=ids, **({"use_cache": False} if takes(self._copy, "use_cache") else {})
+            self._copy, input_ids=self._ids, **({"use_cache": False} if takes(self._copy, "use_cache") else {})
         )
         self._whole, self._logits, self.reached = self._calls, outputs, len(self._calls)
         self.problem = self.problem or self._problem_of_chain(moments)
@@ -102,7 +106,7 @@ class _StageTrial:
             if count < 2 or not run:
                 continue
             (stage,) = split(self._copy, self.plan, self.layers, [run])
-            entered = torch.arange(ROWS * TIME).view(ROWS, TIME) % IDS if name == "first" else self._hidden
+            entered = self._ids if name == "first" else self._hidden
             output = self._run(stage, entered)
             if self.problem:
                 return f"on the {name} stage, {self.problem}"
