@@ -259,9 +259,9 @@ order in which the ranks issue operations and wait for them.
 - par-pipeline and torch hide nearly all transfers. A transfer takes 0.1 ms inside a host and 0.8 ms between hosts; a
   forward takes 19 ms. A test uses transfers that take up to half a forward. With these transfers, a step stays within
   1 % of par-pipeline's simulator, in which each transfer begins when its sender has finished.
-- par-zero runs its code path for CPUs. On GPUs it has at most two reductions in flight at stages 2 and 3: computation
-  waits for the older reduction before a third one begins. With this limit, stage 2 of 7B waits 2.3 ms on 8 GPUs and
-  3.3 ms on 64 GPUs in the simulation.
+- par-zero has at most two reductions in flight at stages 2 and 3, as on GPUs: computation waits for the older reduction
+  before a third one begins. Without this limit, stage 2 of 7B waited 1.2 ms on 8 GPUs and 3.2 ms on 64 GPUs, and a step
+  took as long.
 
 **Limits.** The simulation leaves out these effects. All of them take time on GPUs, and some of them would hide more of
 the communication that is exposed here:
