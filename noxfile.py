@@ -113,7 +113,7 @@ def strict(session: nox.Session) -> None:
 
 @nox.session
 def accelerator(session: nox.Session) -> None:
-    """Tests of a GPU, and rank tests of five packages, on a strict accelerator. Needs a C++ compiler. 40 minutes."""
+    """Tests of a GPU, and rank tests of five packages, on a strict accelerator. Needs a C++ compiler. Minutes."""
     run_suite(session, *workers(), "--accelerator", *(session.posargs or ACCELERATOR))
 
 
