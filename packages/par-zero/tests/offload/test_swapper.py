@@ -1,5 +1,6 @@
 """Pieces that are fetched and evicted: each in the order that is followed, through as many buffers as the ring has."""
 
+from collections import deque
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ from torch import nn
 
 from par_zero.offload.disk import Disk, tensors_in
 from par_zero.offload.errors import DiskErrors
+from par_zero.offload.link import DeviceLink
 from par_zero.offload.piece import DiskPiece
 from par_zero.offload.pieces import PAGE, lay_out_blocks
 from par_zero.offload.swapper import PieceValues, StateSwapper
@@ -90,3 +92,17 @@ def test_swapper_failed_write_keeps_the_piece_in_memory(call, tmp_path, monkeypa
     assert [float(state["moment"][0]) for state in states.values()] == [10 + number for number in range(COUNT)]
     assert sum(piece.in_memory for piece in states) == 1
     assert update(swapper, states, states) == [10 + number for number in range(COUNT)]
+
+
+def test_bytes_of_buffers_are_counted_while_a_thread_adds_one():
+    link = object.__new__(DeviceLink)
+    link._buffers = deque()
+
+    class Buffer:
+        @property
+        def nbytes(self):
+            link._buffers.append((torch.empty(0), None))  # as the thread of a step does at this moment
+            return 8
+
+    link._buffers.extend([(Buffer(), None), (Buffer(), None)])
+    assert link.buffer_bytes == 16

@@ -112,7 +112,8 @@ class DeviceLink(MemoryLink):
     @property
     def buffer_bytes(self) -> int:
         """See `MemoryLink`."""
-        return sum(buffer.nbytes for buffer, _ in self._buffers)
+        # A copy, since the thread of a late step adds and takes buffers while `residency` counts.
+        return sum(buffer.nbytes for buffer, _ in tuple(self._buffers))
 
     def on_device(self) -> AbstractContextManager[Any]:
         """See `MemoryLink`."""
