@@ -32,11 +32,11 @@ def _check_program(record):
         return  # more entries than are kept
     *_, (_, held) = found.walk()
     counted, fullest = record._meter.now, record._meter.fullest
-    assert held == dict(counted), f"{found}\nends with {held}, counted {dict(counted)}"
     peak = sum(fullest.values())
-    assert peak == sum(found.peak().values()), f"{found}\nis fullest with {found.peak()}, counted {dict(fullest)}"
     # What a disk cannot take stays in memory, which no program knows.
     if record.disk_errors not in _FAILED:
+        assert held == dict(counted), f"{found}\nends with {held}, counted {dict(counted)}"
+        assert peak == sum(found.peak().values()), f"{found}\nis fullest with {found.peak()}, counted {dict(fullest)}"
         _check_storages(record.engine(), found, held, record._meter)
     _check_prediction(record, found, peak)
 
