@@ -13,7 +13,7 @@ from par_recompute import saved
 from par_testing import for_each, storm
 from par_train import Strategy
 from par_train.strategy import plugins
-from par_zero import disk_usage, residency
+from par_zero import disk_usage, residency, summon
 
 ROWS, WIDTH = 6, 16
 
@@ -58,7 +58,9 @@ def trained(memory, zero, steps=3):
             losses.append(step(strategy, model, optimizer, number))
             if memory is not None:
                 kept.append(saved(model).counted)
-        return [*losses, *(each.detach().clone() for each in model.parameters())], strategy.spent, kept
+        with summon(model):
+            parameters = [each.detach().clone() for each in model.parameters()]
+        return [*losses, *parameters], strategy.spent, kept
 
 
 def start(strategy):
