@@ -91,10 +91,10 @@ class ShardedDataLoader:
         source: BatchSource
         if not isinstance(loader.dataset, IterableDataset):
             source = MapSource(loader, shard_of, seed, signals)
-        # A stream in shards: a lane has its own shards, so that no rank reads samples of others only to drop them.
         elif (lanes := count_lanes(loader.dataset, loader.batch_size)) == 1:
             source = StreamSource(loader, shard_of, seed, signals)
         else:
+            # A lane has shards of its own, so that no rank reads samples of others only to drop them.
             self.position.lanes = lanes
             source = LaneSource(
                 loader,

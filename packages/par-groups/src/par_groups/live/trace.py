@@ -87,7 +87,6 @@ def read_flight_trace(trace: Mapping[str, Any], last: int) -> dict[str, Communic
     members = {
         str(config["name"]): tuple(json.loads(config["ranks"]))
         for config in trace.get("pg_config", {}).values()
-        # torch leaves ranks empty for a group whose members it does not know.
         if config.get("ranks")
     }
     return {

@@ -147,8 +147,7 @@ def build_model_stages(model: nn.Module, schedule: Schedule, rank: int, sequence
     Parameters keep their names in the model. A tied output embedding is tied over the ranks.
 
     Args:
-        model: The model, perhaps on the meta device. Without a complete `_pp_plan`, its
-            layers are found by a trial.
+        model: The model, perhaps on the meta device. Without a complete `_pp_plan`, its layers are found by a trial.
         schedule: The schedule, which defines the number of stages and their ranks.
         rank: The rank in the pipeline group.
         sequence_ranks: The number of tensor ranks over which activations between two layers are split.

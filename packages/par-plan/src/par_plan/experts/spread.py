@@ -35,8 +35,8 @@ class ExpertPlacement:
     @property
     def reaches(self) -> bool:
         """Whether ranks that have the same experts are not all among those that have the same dense layers."""
-        # If the experts' ranks are a multiple of the tensor group, each copy has a tensor group of its own, and
-        # nothing crosses from one to the next.
+        # Ranks with the same experts are `parallel` ranks apart. If that is a multiple of the tensor group, they have
+        # the same place in their groups, and so the same shards of dense layers.
         return self.tensor < self.group and self.parallel % self.group > 0
 
     @property

@@ -55,7 +55,6 @@ def find_mixing_modules(model: nn.Module, separate: Callable[[nn.Module, tuple[s
                 f"{kind} fails on {sum(LENGTHS)} tokens of text ({type(error).__name__}: {error}), so it cannot be "
                 f"checked whether its packed documents read each other; {ADVICE}",
             )
-        # Each round separates one more class of modules, so that there are no more rounds than classes.
         while seen.difference > TOLERANCE:
             chain = seen.chain()
             if not chain:
@@ -65,7 +64,7 @@ def find_mixing_modules(model: nn.Module, separate: Callable[[nn.Module, tuple[s
                     f"do not restart, or it mixes tokens outside of its modules; {ADVICE}",
                 )
             for name in chain:
-                # All layers of a kind at once: the copy has few layers, and the model many.
+                # All modules of a class at once, so that there is a run for each class, and not for each layer.
                 further = _with_kind_of(model, name, names)
                 try:
                     tried = _run(model, separate, further)
