@@ -10,7 +10,6 @@ transformers and torch: a run that was interrupted continues.
 """
 
 import argparse
-import hashlib
 import json
 import random
 import sys
@@ -19,11 +18,12 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from importlib import import_module
 from importlib.metadata import version
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+from _state import ROOT, state_of
+
 RESULTS = ROOT / "runs/atlas"
+FOLDER = ROOT / "tests-integration/atlas"
 PAGE = ROOT / "docs/models.md"
 
 
@@ -76,12 +76,8 @@ def results_of(names: list[str], jobs: int, ways: list[str] | None = None) -> It
 
 def state() -> str:
     """Return a hash of everything that a result depends on."""
-    files = sorted([*ROOT.glob("packages/*/src/**/*.py"), *ROOT.glob("tests-integration/atlas/*.py")])
-    digest = hashlib.sha256(f"{version('torch')} {version('transformers')}".encode())
-    for file in files:
-        if file.name not in ("_page.py", "test_atlas.py"):
-            digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]
+    files = [file for file in FOLDER.glob("*.py") if file.name not in ("_page.py", "test_atlas.py")]
+    return state_of(f"{version('torch')} {version('transformers')}", files)
 
 
 def read(name: str) -> dict[str, Any]:

@@ -9,7 +9,6 @@ continues.
 """
 
 import argparse
-import hashlib
 import json
 import os
 import platform
@@ -20,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _state import ROOT, state_of
 
-ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/concepts/matrix.md"
 RESULTS = ROOT / "runs/matrix"
 TESTS = "tests-integration/matrix"
@@ -144,10 +143,7 @@ def run(tests: str) -> Path:
 
 def state() -> str:
     """Returns a hash of everything that a result depends on."""
-    digest = hashlib.sha256(torch.__version__.encode())
-    for file in sorted([*ROOT.glob("packages/*/src/**/*.py"), *ROOT.glob(f"{TESTS}/_*.py")]):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]
+    return state_of(torch.__version__, ROOT.glob(f"{TESTS}/_*.py"))
 
 
 def with_bits(text: str, bits: Rows) -> str:
