@@ -252,17 +252,44 @@ def test_adapters_of_packed_experts_train_as_on_one_device(tmp_path):
         strategy.from_pretrained(base, adapter=config)
 
 
-def quantized(bitsandbytes):
+def quantized(bitsandbytes, storage=torch.uint8):
     """A Llama whose linears in layers have nf4 weights, with adapters around some of them."""
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT))
+    kind = {"quant_type": "nf4", "quant_storage": storage}
     for name, linear in list(model.model.named_modules()):
         if isinstance(linear, torch.nn.Linear):
-            packed = bitsandbytes.nn.Linear4bit(linear.in_features, linear.out_features, bias=False, quant_type="nf4")
-            packed.weight = bitsandbytes.nn.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4")
+            packed = bitsandbytes.nn.Linear4bit(linear.in_features, linear.out_features, bias=False, **kind)
+            packed.weight = bitsandbytes.nn.Params4bit(linear.weight.data, requires_grad=False, **kind)
             parent, _, child = name.rpartition(".")
             setattr(model.model.get_submodule(parent), child, packed)
     return peft.get_peft_model(model.to("cpu"), lora())
+
+
+def initialized(strategy, model):
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return strategy.initialize(model, torch.optim.SGD(trained, lr=0.3, momentum=0.9))
+
+
+QLORA = {
+    "stage 2": ({"zero": 2}, torch.uint8, TOLERANCE),
+    "stage 3": ({"zero": 3}, torch.bfloat16, TOLERANCE),
+    # A cast of the weights would change their codes, and another loss would differ by more than 1%.
+    "stage 3, bf16": ({"zero": 3, "precision": "bf16"}, torch.float32, 1e-3),
+}
+NOT_QLORA = [
+    (
+        {"zero": 3},
+        ValueError,
+        r"q_proj.* has dtype torch\.uint8, .* or load it with bnb_4bit_quant_storage",
+    ),
+    (
+        {"parallel": {"tensor": CUT}},
+        TypeError,
+        "q_proj': Linear4bit multiplies in its own way, as quantised linears",
+    ),
+    ({"parallel": {"pipeline": 2}, "pipeline": {"microbatches": 2}}, ValueError, "a PeftModel cannot be split into p"),
+]
 
 
 @pytest.mark.ranks(2, timeout=240)
@@ -276,15 +303,42 @@ def test_qlora_of_bitsandbytes_trains_as_on_one_device(tmp_path):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    with Strategy(zero=2, seed=3) as strategy:
+    for name, (options, storage, tolerance) in QLORA.items():
+        with Strategy(**options, seed=3) as strategy:
+            model, optimizer = initialized(strategy, quantized(bitsandbytes, storage))
+            if name == "stage 3":
+                bytes_here = sum(each.nbytes for key, each in model.named_parameters() if "base_layer" in key)
+                codes = [each for key, each in reference.named_parameters() if "base_layer" in key]
+                assert bytes_here * 2 == sum(each.nbytes for each in codes)
+            assert train(strategy, model, optimizer, stop=1) == pytest.approx(losses[:1], rel=tolerance), name
+            checkpoints = strategy.checkpoints(tmp_path / name / "run", plan="peft")
+            checkpoints.save(1)
+            for call in (
+                lambda: strategy.save(model, tmp_path / "no", plan="merged"),  # noqa: B023 - called below
+                lambda: strategy.checkpoint(tmp_path / "no", step=1),
+            ):
+                with pytest.raises(ValueError, match=r"q_proj.* are codes of bitsandbytes, .* plan='peft'"):
+                    call()
+                assert not (tmp_path / "no").exists()
+        with Strategy(**options, seed=4) as strategy:
+            model, optimizer = initialized(strategy, quantized(bitsandbytes, storage))
+            assert strategy.checkpoints(tmp_path / name / "run", plan="peft").resume() == 1
+            assert train(strategy, model, optimizer, first=1) == pytest.approx(losses[1:], rel=tolerance), name
+            strategy.save(model, tmp_path / name / "adapters", plan="peft")
+            if dist.get_rank() == 0 and "bf16" not in name:
+                saved = safetensors.torch.load_file(tmp_path / name / "adapters" / "adapter_model.safetensors")
+                assert_near(saved, peft.get_peft_model_state_dict(reference))
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_quantized_weights_that_cannot_be_sharded_raise():
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    for options, error, message in NOT_QLORA:
         model = quantized(bitsandbytes)
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        model, optimizer = strategy.initialize(model, torch.optim.SGD(trained, lr=0.3, momentum=0.9))
-        assert train(strategy, model, optimizer) == pytest.approx(losses, rel=TOLERANCE)
-        strategy.save(model, tmp_path, plan="peft")
-        if dist.get_rank() == 0:
-            saved = safetensors.torch.load_file(tmp_path / "adapter_model.safetensors")
-            assert_near(saved, peft.get_peft_model_state_dict(reference))
+        before = {name: (each.data_ptr(), each.shape) for name, each in model.named_parameters()}
+        with Strategy(**options) as strategy, pytest.raises(error, match=message):
+            initialized(strategy, model)
+        assert before == {name: (each.data_ptr(), each.shape) for name, each in model.named_parameters()}
 
 
 @pytest.mark.ranks(2, timeout=120)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from par_groups import attributes, kept_tensors
+from par_groups import attributes, kept_tensors, packed_weights
 
 
 class Router(nn.Module):
@@ -76,3 +76,9 @@ def test_module_names_its_own_parameters_and_buffers():
     module = Router()
     module.par_keep_dtype = ("weight", "absent")
     assert kept_tensors(nn.Sequential(module), torch.bfloat16).keys() == {"0.weight", "0.e_score_correction_bias"}
+
+
+def test_packed_weights_keep_their_dtype():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight.requires_grad_(False).quant_state = object()  # as bitsandbytes marks them
+    assert packed_weights(model) == kept_tensors(model, torch.bfloat16) == {"1.weight": model[1].weight}

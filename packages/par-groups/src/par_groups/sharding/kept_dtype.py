@@ -26,6 +26,7 @@ def kept_tensors(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     - What a module names in its attribute `par_keep_dtype`, a tuple of names of its own parameters and buffers.
     - The bias of the routing decision, `e_score_correction_bias`. It changes by a thousandth in each step, and half
       precision would lose the change.
+    - `packed_weights`, because a cast changes their bits.
     - In a Hugging Face Transformers model: fp32 parameters and buffers that the model's `_keep_in_fp32_modules_strict`
       matches (for fp16 also `_keep_in_fp32_modules`), such as weights of routers. Buffers that it does not save, such
       as rotary frequencies.
@@ -34,7 +35,7 @@ def kept_tensors(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
         module: Model, or a part of a model.
         dtype: dtype that the model is cast to.
     """
-    kept: dict[str, Tensor] = {}
+    kept: dict[str, Tensor] = {**packed_weights(module)}
     for prefix, part in module.named_modules():
         start = f"{prefix}." if prefix else ""
         for name in (*(KEEP_DTYPE.of(part) or ()), _OF_ROUTERS):
@@ -55,6 +56,18 @@ def kept_tensors(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
                 if buffer is not None and buffer.is_floating_point():
                     kept[f"{start}{below}.{name}" if below else start + name] = buffer
     return kept
+
+
+def packed_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Return the weights, by name, that bitsandbytes has packed: the bits of an element are codes of several weights.
+
+    An element has any dtype, `bnb_4bit_quant_storage` of Hugging Face Transformers.
+
+    Args:
+        module: Model, or a part of a model.
+    """
+    # bitsandbytes' own code finds them by this attribute.
+    return {name: each for name, each in module.named_parameters() if hasattr(each, "quant_state")}
 
 
 def _pattern_of(model: Any, dtype: torch.dtype) -> "re.Pattern[str] | None":

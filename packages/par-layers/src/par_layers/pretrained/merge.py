@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from par_groups import agree, attributes, set_sharding, sharding_of
+from par_groups import agree, attributes, packed_weights, set_sharding, sharding_of
 
 from .adapters import PREFIX, adapter_tensors, adapters_in, base_tensors, config_of
 
@@ -20,7 +20,7 @@ def merged_tensors(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
         device: Device from which ranks send their shards.
 
     Raises:
-        ValueError: The adapters are DoRA, or around a bare parameter, such as packed experts.
+        ValueError: The adapters are DoRA, around a bare parameter, such as packed experts, or around packed weights.
     """
     if config_of(model).use_dora:
         raise ValueError(
@@ -34,6 +34,12 @@ def merged_tensors(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
         raise ValueError(
             f"the adapter of {bare!r} is around a bare parameter, which no rank merges; save the adapters with "
             "plan='peft', open them with peft, and call merge_and_unload() there"
+        )
+    packed = next(iter(packed_weights(model)), None)
+    if packed is not None:
+        raise ValueError(
+            f"the elements of {packed!r} are codes of bitsandbytes, to which no rank adds numbers; save the adapters "
+            "with plan='peft', open them with peft on the model before quantization, and call merge_and_unload() there"
         )
     layers, tensors, own = adapters_in(model), base_tensors(model), adapter_tensors(model)
     mine = {key: (tuple(sharding_of(tensor).shape), tensor.dtype) for key, tensor in own.items()}

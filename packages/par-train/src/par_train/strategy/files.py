@@ -8,7 +8,7 @@ from weakref import ReferenceType, ref
 
 from par_checkpoint import Checkpoints, Format, Save, Tiers, Transfer, load, load_torch_file, save, save_torch_file
 from par_data import LoaderPosition, ShardedDataLoader, StepRandomness, gather_random_states, restore_random_states
-from par_groups import agree, check_alike, together
+from par_groups import agree, check_alike, packed_weights, together
 from par_layers.pretrained import has_adapters
 from par_precision import MixedOptimizer
 
@@ -93,7 +93,7 @@ class RunCheckpoints:
         """Return the checkpoints of each bundle: a single one has the root for itself, several have `root/0`, ...
 
         Raises:
-            ValueError: No model was initialized.
+            ValueError: No model was initialized, or the plan does not fit a model.
         """
         number = len(self._bundles)
         if not number:
@@ -101,6 +101,8 @@ class RunCheckpoints:
         # The `Checkpoints` are kept, since each of them knows its newest step and need not ask a slow tier for it.
         # A later initialize() may add a model, and the folders of all models get other names.
         if len(self._folders) != number:
+            for bundle in self._bundles:
+                _check_plan(bundle, self._plan)
             roots = [self.root] if number == 1 else [f"{self.root}/{index}" for index in range(number)]
             self._folders = [Checkpoints(root, keep_last=self._keep_last, tiers=self.tiers) for root in roots]
         return list(zip(self._bundles, self._folders, strict=True))
@@ -359,12 +361,22 @@ def _parts(bundle: ModelBundle, plan: str, form: Format) -> dict[str, Any]:
         plan: "peft" for the adapters only.
         form: The format that the caller has chosen.
     """
-    if plan == "peft" and not any(map(has_adapters, bundle.models)):  # the checkpoint would have no weights at all
-        raise ValueError(f"plan={plan!r}: this {type(bundle.module).__name__} has no adapters; use plan='huggingface'")
     scaling = [bundle.optimizer.scaling] if isinstance(bundle.optimizer, MixedOptimizer) else []
     model, form = adapter_parts(bundle.module, form) if plan == "peft" else (bundle.module, form)
     scheduler = [*scaling, *bundle.schedulers] or None
     return {"model": model, "optimizer": bundle.optimizer, "scheduler": scheduler, "format": form}
+
+
+def _check_plan(bundle: ModelBundle, plan: str) -> None:
+    """Raise ValueError if a checkpoint of this plan would lack weights of the models."""
+    if plan == "peft" and not any(map(has_adapters, bundle.models)):  # the checkpoint would have no weights at all
+        raise ValueError(f"plan={plan!r}: this {type(bundle.module).__name__} has no adapters; use plan='huggingface'")
+    packed = next(iter(packed_weights(bundle.module)), None)
+    if plan != "peft" and packed is not None:
+        raise ValueError(
+            f"plan={plan!r}: the elements of {packed!r} are codes of bitsandbytes, whose scales no checkpoint holds; "
+            "pass plan='peft' to checkpoints() or CheckpointPolicy"
+        )
 
 
 def _folder(path: PathLike, kind: str) -> str:

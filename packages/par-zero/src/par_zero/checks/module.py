@@ -49,7 +49,7 @@ def check_module(module: nn.Module, stage: int) -> None:
         if not has_gradient and (stage == 3 or parameter.requires_grad):
             raise ValueError(
                 f"{name!r} has dtype {parameter.dtype}, which has no gradients, and stage {stage} shards it; make it a "
-                "buffer, or freeze it and use stage 0, 1 or 2"
+                "buffer, use stage 0, 1 or 2 if it is frozen, or load it with bnb_4bit_quant_storage=torch.bfloat16"
             )
         if hasattr(parameter, "placements"):
             raise ValueError(
