@@ -107,6 +107,31 @@ def test_receiver_serves_each_published_version_complete():
             dist.barrier()
 
 
+@pytest.mark.ranks(3, timeout=60)
+def test_publisher_closed_on_one_rank_delays_no_other_process():
+    """The ranks of a trainer end at different moments. Without the note of the first one, the others wait 100 s."""
+    rank = dist.get_rank()
+    trainers, generator = dist.new_group([0, 1]), dist.new_group([2])
+    hosted = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    address = [f"127.0.0.1:{hosted.port}" if hosted else None]
+    dist.broadcast_object_list(address)
+    at, state = Rendezvous(address[0]), State(model={"a": torch.ones(3)})
+    if rank < 2:
+        publisher = Publisher(at, state, group=trainers, timeout=100)
+        publisher.publish(1)
+        if rank == 1:
+            publisher.close()
+    dist.barrier()
+    if rank == 2:
+        with Receiver(at, state, group=generator, timeout=100) as receiver:
+            time.sleep(0.2)
+            assert receiver.poll() is None
+    dist.barrier()
+    if rank == 0:
+        publisher.close()
+    dist.barrier()
+
+
 def test_a_version_cannot_be_cast_to_integers(rendezvous):
     for dtype in (torch.int8, "bfloat16"):
         with pytest.raises(ValueError, match=r"dtype=.*: weights need a floating-point dtype; pass bfloat16 or None"):
@@ -148,6 +173,9 @@ def test_transaction_that_a_process_left_is_not_joined_late(rendezvous):
     early, late = (Transaction(at.open(), 0, 1) for _ in range(2))
     with pytest.raises(TransactionAborted, match=r"waited 0.05 s for 2 processes"):
         early.gather(2, 0.05)
+    at.open().set("0/closed", "")
+    with pytest.raises(TransactionAborted, match="the publisher is closed or replaced"):
+        Transaction(at.open(), 0, 2).gather(2, 30)
     # The late process is the second one, but the first one does not wait for it any more.
     with pytest.raises(TransactionAborted, match="given up before all had come"):
         late.gather(2, 20)

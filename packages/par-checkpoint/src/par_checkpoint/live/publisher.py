@@ -177,8 +177,15 @@ class Publisher:
         return Publication(version=version, bytes=held.bytes, seconds=time.perf_counter() - begin, _publisher=self)
 
     def close(self) -> None:
-        """End the thread of this rank, after the update that it may be sending. Generators keep what they have."""
+        """End the thread of this rank, after the update that it may be sending. Generators keep what they have.
+
+        Once a rank has closed its publisher, no rank begins another update.
+        """
         atexit.unregister(self.close)
+        try:
+            self._store.set(f"{self._number}/closed", "")
+        except dist.DistError as error:
+            _logger.info("the store at %s is lost, so nobody waits for this rank: %s", self._at.address, error)
         self._closing.set()
         self._thread.join()
 

@@ -205,6 +205,8 @@ class Receiver:
         # A publisher that has taken over may not have published yet; nobody sends the versions of the one before.
         if (publisher, version) == self._memory.version or publisher != self._store.add("publishers", 0):
             return None
+        if self._store.check([f"{publisher}/closed"]):
+            return None
         # The counter orders the requests of all generators, and the publisher serves them in this order.
         number = self._store.add(f"{publisher}/updates", 1)
         self._store.set(key, f"{publisher} {number}")

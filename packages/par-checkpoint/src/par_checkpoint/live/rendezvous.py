@@ -102,9 +102,12 @@ class Transaction:
             self.store.delete_key(key)
 
     def is_aborted(self) -> bool:
-        """Return whether a process has given up, or another publisher has taken over."""
+        """Return whether a process has given up, a rank has closed the publisher, or another one has taken over."""
         # A process that was killed cannot give up. The publisher that replaces it ends the wait for it.
         if self._exchange.add("publishers", 0) != self._publisher:
+            return True
+        # The ranks of a trainer close it at different moments, and a closed one takes part in no further attempt.
+        if self._exchange.check([f"{self._publisher}/closed"]):
             return True
         return bool(self.store.check(["decision"])) and self.store.get("decision") == ABORT.encode()
 
@@ -122,7 +125,7 @@ class Transaction:
         deadline = time.monotonic() + timeout
         while (found := look()) is None:
             if self.is_aborted():
-                raise TransactionAborted("a process has given up, or another publisher has taken over")
+                raise TransactionAborted("a process has given up, or the publisher is closed or replaced")
             if time.monotonic() > deadline:
                 raise TransactionAborted(f"waited {timeout:g} s for {what}")
             time.sleep(_PAUSE)
