@@ -23,8 +23,8 @@ from par_zero.watch import freed
 WAITS = {
     link: r"\.(wait_event|wait_stream|synchronize|arrive|begin_step)\(",
     host_gradients: r"\.(wait_event|synchronize)\(",
-    swapper: r"\.(finish_copies_in|arrive)\(",
-    tier: r"link\.(begin_step|wait_for|settle)\(|runner\.wait_for\(",
+    swapper: r"\.arrive\(",
+    tier: r"link\.(begin_step|finish_copies_in|wait_for|settle)\(|runner\.wait_for\(",
     _unit: r"link\.wait_for\(",
     freed: r"freed\.settle\(",
 }

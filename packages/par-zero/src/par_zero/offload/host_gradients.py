@@ -31,13 +31,13 @@ class GradientCopy:
     """Copy of a chunk's sum to the host.
 
     Args:
-        event: Event after the copy.
-        total: Memory on the device that is copied. It is kept until the stream that computes has waited for `event`.
+        events: Event after the copy of each piece. The host updates the first ones while the others are copied.
+        total: Memory on the device that is copied. It is kept until the stream that computes has waited for all events.
         bytes: Bytes of the device that only the copy keeps. A sum that the device also steps by keeps its own memory.
         is_applied: Whether a step within backward has the gradients already.
     """
 
-    event: torch.Event
+    events: Sequence[torch.Event]
     total: torch.Tensor | None
     bytes: int
     is_applied: bool = False
@@ -96,16 +96,14 @@ class HostGradients:
             self._release(self._held.popleft())
         self._meter = chunk.meter
         self._meter.add(BUFFERS, size)
-        event = self._link.copy_out(
-            [
-                (self._places[piece], total[piece.offset : piece.offset + piece.tensor.numel()])
-                for piece in self._pieces[chunk]
-            ]
+        events = self._link.copy_out(
+            (self._places[piece], total[piece.offset : piece.offset + piece.tensor.numel()])
+            for piece in self._pieces[chunk]
         )
-        self._copies[chunk] = copy = GradientCopy(event=event, total=total, bytes=size)
+        self._copies[chunk] = copy = GradientCopy(events=events, total=total, bytes=size)
         self._held.append(copy)
         if self.step_in_backward is not None:
-            copy.is_applied = self.step_in_backward(chunk, self._gradients_of(chunk, event))
+            copy.is_applied = self.step_in_backward(chunk, self._gradients_of(chunk, events))
 
     def bind(self, chunk: Chunk) -> bool:
         """Set the gradients of the optimizer's tensors, which wait for their copies at their first use."""
@@ -116,7 +114,7 @@ class HostGradients:
             for piece in self._pieces[chunk]:
                 piece.tensor.grad = _applied(piece.tensor)
         else:
-            for piece, gradient in self._gradients_of(chunk, copy.event).items():
+            for piece, gradient in self._gradients_of(chunk, copy.events).items():
                 piece.tensor.grad = gradient
         return True
 
@@ -136,8 +134,9 @@ class HostGradients:
             part = earlier.view(-1)[start - piece.first : stop - piece.first]
             total[start - low : stop - low] += part.to(total.device, non_blocking=True).to(total.dtype)
 
-    def _gradients_of(self, chunk: Chunk, event: torch.Event) -> dict[DiskPiece, torch.Tensor]:
-        return {piece: _in_flight(self._places[piece], piece.tensor, event) for piece in self._pieces[chunk]}
+    def _gradients_of(self, chunk: Chunk, events: Sequence[torch.Event]) -> dict[DiskPiece, torch.Tensor]:
+        pieces = zip(self._pieces[chunk], events, strict=True)
+        return {piece: _in_flight(self._places[piece], piece.tensor, event) for piece, event in pieces}
 
     def release(self) -> None:
         """Let the stream that computes wait for all copies, also for those of a pass that has failed."""
@@ -146,7 +145,7 @@ class HostGradients:
 
     def _release(self, copy: GradientCopy) -> None:
         """Let the stream that computes wait for a copy, whose memory it may write from then on."""
-        self._link.wait_event(copy.event)
+        self._link.wait_event(copy.events[-1])  # the copies follow one another on one stream
         self._meter.add(BUFFERS, -copy.bytes)
         copy.total = None
 

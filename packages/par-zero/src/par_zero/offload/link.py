@@ -169,33 +169,33 @@ class DeviceLink(MemoryLink):
 
     def finish_copies_in(self, chunk: Chunk) -> None:
         """See `MemoryLink`."""
-        event = self._copied_in.get(chunk)
-        if event is not None:
+        if (event := self._copied_in.get(chunk)) is not None:
             event.synchronize()
 
     def wait_for(self, chunks: Iterable[Chunk] | None = None) -> None:
         """See `MemoryLink`."""
         for chunk in list(self._copied_in) if chunks is None else chunks:
-            event = self._copied_in.get(chunk)
-            if event is not None:
+            if (event := self._copied_in.get(chunk)) is not None:
                 self._current().wait_event(event)
 
-    def copy_out(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Event:
+    def copy_out(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Event]:
         """Begin to copy tensors to pinned memory, after all work on the current stream so far.
 
-        The caller keeps the tensors until a stream that writes their memory has waited for the event.
+        The caller keeps the tensors until a stream that writes their memory has waited for the last event.
 
         Args:
             pairs: Pinned target and source of each copy.
 
         Returns:
-            Event after the copies.
+            Event after each copy.
         """
         self.out.wait_event(self._current().record_event())
+        events = []
         with self._module.stream(self.out):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
-            return self.out.record_event()
+                events.append(self.out.record_event())
+        return events
 
     def wait_event(self, event: torch.Event) -> None:
         """Let the current stream wait for an event of the link."""

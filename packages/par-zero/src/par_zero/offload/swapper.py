@@ -144,8 +144,6 @@ class StateSwapper:
             OSError: A read failed.
         """
         stored = self._order[piece]
-        # The latest copy of these parameters to the device reads the memory that the update writes.
-        self._link.finish_copies_in(piece.chunk)
         if isinstance(stored.gradient, GradientInFlight):
             stored.gradient.arrive()
         if piece.in_memory:

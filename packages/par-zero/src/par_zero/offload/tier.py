@@ -80,8 +80,7 @@ class DiskTier:
         has_all_gradients: Callable[[Chunk], bool],
     ) -> None:
         # Without a file, no piece, shard or gradient is on a disk, so nothing reads or writes it.
-        disk = cast("Disk", plan.disk)
-        self._disk, self._depth = disk, plan.depth
+        self._disk, self._depth = cast("Disk", plan.disk), plan.depth
         # Ranks raise errors of disks and of step threads together. Flags of groups without a CPU backend are on the
         # device, and each step would wait for them. So if such groups use no disk, a rank's thread raises on this rank
         # only. An error of a step that is not late is raised by the program's own call.
@@ -90,7 +89,7 @@ class DiskTier:
         self.link = link_of(chunks[0].flat.device, plan.depth)
         self.runner = StepRunner(late=plan.late)
         starts = {chunk: start for chunk, start in zip(chunks, plan.shard_starts, strict=True) if start is not None}
-        self.shards = DiskShards(disk, starts, self.runner.is_pending, self.errors)
+        self.shards = DiskShards(self._disk, starts, self.runner.is_pending, self.errors)
         self._optimizers = [OffloadedOptimizer(optimizer=optimizer, pieces=[]) for optimizer in optimizers]
         first_groups = list(accumulate((len(optimizer.param_groups) for optimizer in optimizers), initial=0))
         gradients: dict[Chunk, list[DiskPiece]] = {}
@@ -99,7 +98,7 @@ class DiskTier:
             parts = [part for part in chunk.slices if part.in_pieces]
             for part, block in zip(parts, tiers.blocks, strict=True):
                 group = part.group - first_groups[chunk.plan.owner]
-                piece = make_piece(disk, chunk, part, group, block, starts.get(chunk))
+                piece = make_piece(self._disk, chunk, part, group, block, starts.get(chunk))
                 self._optimizers[chunk.plan.owner].pieces.append(piece)
                 if piece.gradient is not None:
                     gradients.setdefault(chunk, []).append(piece)
@@ -109,7 +108,7 @@ class DiskTier:
             # Chunks are in backward order. A thread steps them in forward order, as the next forward waits for it.
             for own in self._optimizers:
                 own.pieces.reverse()
-        self.gradients = DiskGradients(disk, gradients, self.errors)
+        self.gradients = DiskGradients(self._disk, gradients, self.errors)
         self.gradient_stores: list[GradientStore] = [self.gradients]
         self._host_gradients: HostGradients | None = None
         if isinstance(self.link, DeviceLink):
@@ -119,7 +118,7 @@ class DiskTier:
                 self._host_gradients.step_in_backward = self._step_in_backward
         self._has_all_gradients = has_all_gradients
         size = max((piece.size for piece in self._pieces if not piece.in_memory), default=0)
-        self._swapper = StateSwapper(disk, size, plan.depth, self.errors, self.runner.finish_piece, self.link)
+        self._swapper = StateSwapper(self._disk, size, plan.depth, self.errors, self.runner.finish_piece, self.link)
         self._stepped: list[OffloadedOptimizer] = []  # in the order of their steps since the latest backward began
 
     @property
@@ -368,6 +367,10 @@ class DiskTier:
 
     def _step_pieces(self, step: OffloadedStep) -> None:
         """Fetch, update and evict the pieces of a step in order."""
+        # Copies of earlier steps to the device read the memory that the updates write. Before the first piece: later on
+        # the event is that of this step's copies, and each piece would wait for the copy of the one before it.
+        for chunk in dict.fromkeys(piece.chunk for piece in step.order):
+            self.link.finish_copies_in(chunk)
         self._swapper.follow(step.order)
         try:
             for piece in step.order:
