@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import par_train
+from par_train import Strategy
 from par_train._errors import UserError
 from par_train.jobs import hooks
 from par_train.jobs.job_run import train
@@ -31,6 +33,12 @@ def options(tmp_path, monkeypatch):
         device="cpu",
         seed=5,
     )
+
+
+def digest_of(model):
+    with Strategy(device="cpu", numerics="canonical", lanes=2) as strategy:
+        model, _ = strategy.initialize(model, torch.optim.SGD(model.parameters()))
+        return str(strategy.digest(model))
 
 
 def checkpoints_of(options):
@@ -96,6 +104,21 @@ def test_resume_of_a_damaged_checkpoint_raises(options):
         train(again, Stop())
     shutil.rmtree(path)
     assert train(again, Stop()) == 0
+
+
+def test_canonical_job_prints_the_digest_of_the_weights_of_each_checkpoint(options, capfd):
+    model = ModelOptions(width=64, layers=1, heads=2, context=16)
+    chosen = replace(options, model=model, numerics="canonical", lanes=2)
+    chosen = replace(chosen, checkpoint=CheckpointOptions(keep_last=(3,)))
+    assert train(chosen, Stop()) == 0
+    printed = dict(re.findall(r"step (\d) has digest (\w+)", capfd.readouterr().out))
+    stored = {str(path)[-1]: digest_of(par_train.load_model(path)) for path in checkpoints_of(chosen)}
+    assert printed == stored
+    assert len(set(stored.values())) == 3
+    # A run that goes on from the middle has the same digest at its end.
+    shutil.rmtree(checkpoints_of(chosen)[-1])
+    assert train(replace(chosen, resume="auto"), Stop()) == 0
+    assert f"step 3 has digest {printed['3']}" in capfd.readouterr().out
 
 
 def test_resume_of_a_checkpoint_without_notes_raises():
