@@ -26,6 +26,10 @@ def llama(**more):
     return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, **more)).train()
 
 
+def tied_llama():
+    return llama(tie_word_embeddings=True)
+
+
 def batch_of(step):
     """Rows of which each lane has one, with a different number of labels in each lane."""
     ids = torch.randint(0, 64, (LANES, TIME), generator=torch.Generator().manual_seed(step))
@@ -194,23 +198,48 @@ def test_a_loop_of_ones_own_has_one_digest_at_each_stage():
     assert len(found) == 1
 
 
-@pytest.mark.ranks(2)
-def test_a_gradient_that_is_twice_too_large_is_found_by_name():
-    def doubled(strategy):
-        model = llama()
-        if strategy.groups.rank("data"):
-            model.model.layers[1].mlp.up_proj.weight.register_hook(lambda gradient: 2 * gradient)
-        return model
+def double_a_gradient(strategy):
+    model = tied_llama()
+    if strategy.groups.rank("data"):
+        model.model.layers[1].mlp.up_proj.weight.register_hook(lambda gradient: 2 * gradient)
+    return model
 
+
+def lose_a_tie(_):
+    """The classifier's gradient does not reach the weight that it shares with the embedding."""
+    model = tied_llama()
+    model.lm_head.forward = lambda x: nn.functional.linear(x, model.lm_head.weight.detach())
+    return model
+
+
+def swap_rows(_):
+    """As a shard on the wrong rank: the halves of a weight are swapped."""
+    model = tied_llama()
+    with torch.no_grad():
+        weight = model.model.layers[2].mlp.gate_proj.weight
+        weight.copy_(weight.roll(len(weight) // 2, 0))
+    return model
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("fault", "steps", "names"),
+    [
+        (double_a_gradient, 1, ["model.layers.1.mlp.up_proj.weight"]),
+        (lose_a_tie, 1, ["model.embed_tokens.weight"]),
+        (swap_rows, 0, ["model.layers.2.mlp.gate_proj.weight"]),
+    ],
+)
+def test_a_fault_is_found_in_the_first_step_by_name(fault, steps, names):
     digests = []
-    for make in (lambda _: llama(), doubled):
-        with Strategy(**options_of({}, 1)) as strategy:
+    for make in (lambda _: tied_llama(), fault):
+        # Clipping would spread the difference to all weights by the norm.
+        with Strategy(**{**options_of({}, 1), "clip_norm": None}) as strategy:
             model, optimizer, lrs = start(strategy, make(strategy))
-            train(strategy, model, optimizer, lrs, range(1))
+            if steps:
+                train(strategy, model, optimizer, lrs, range(steps))
             digests.append(strategy.digest(model))
-    names = digests[0].differing(digests[1])
-    # Clipping spreads the difference to all weights by the norm, and only here by the gradient itself.
-    assert "model.layers.1.mlp.up_proj.weight" in names
+    assert digests[0].differing(digests[1]) == names
 
 
 # Dropout
