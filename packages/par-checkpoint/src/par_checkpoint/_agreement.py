@@ -103,15 +103,14 @@ class Comparable:
         """Return integers that identify the value of each field."""
         return {field.name: words(repr(getattr(self, field.name)).encode()) for field in dataclasses.fields(self)}
 
-    def differences(self, sums: "SaveSummary", size: int) -> set[str]:
+    def differences(self, sums: Mapping[str, Sequence[int]], size: int) -> set[str]:
         """Return the fields in which ranks differ.
 
         Args:
-            sums: Sum of the summaries of all ranks.
+            sums: Sum of `digests` over all ranks, by field.
             size: Number of ranks.
         """
-        own = self.digests()
-        return {name for name in own if list(getattr(sums, name)) != [size * word for word in own[name]]}
+        return {name for name, own in self.digests().items() if list(sums[name]) != [size * word for word in own]}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -187,7 +187,7 @@ def save(
         nonce = f"{sums.nonce[0]:012x}"
         # Ranks may see one path on several file systems. The strictest of these kinds holds for all.
         sharing = max(kind for kind, count in zip(Sharing, sums.sharing, strict=True) if count)
-        differs = same.differences(sums, ranks.size)
+        differs = same.differences(vars(sums), ranks.size)
         # Without a difference, the layout of one rank stands for all.
         layouts = ranks.distinct(same.layout) if "layout" in differs else [((0,), same.layout)]
         check_layout([names for _, names in layouts])

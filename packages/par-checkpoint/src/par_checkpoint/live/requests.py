@@ -1,50 +1,79 @@
 """Messages about pieces between takers and givers, straight from rank to rank."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
 from par_groups import Claims, bytes_of
 
-from ..transfer.ranks import Ranks
+from ..transfer.ranks import PeerTransfer, Ranks
 
 Rows = dict[int, torch.Tensor]
 
 _HEAD = 8  # bytes in front of a request, with its length
+_BITS = 62  # bits of an integer that ranks add up as one of 64 bits
 
 
-def exchange_requests(ranks: Ranks, requests: Mapping[int, Rows]) -> dict[int, Rows]:
-    """Send a request to each giver; return the rows of the requests that this rank receives, by taker. Collective.
+def count_of_words(ranks: Ranks) -> int:
+    """Return the number of integers of `words_of_givers`."""
+    return ranks.size * -(-ranks.size // _BITS)
+
+
+def words_of_givers(givers: Iterable[int], ranks: Ranks) -> list[int]:
+    """Return integers whose sums over all ranks contain one bit for each pair of a taker and its giver.
+
+    Args:
+        givers: Ranks to which this rank will send a request.
+        ranks: The ranks.
+    """
+    mine, width = [0] * count_of_words(ranks), -(-ranks.size // _BITS)
+    for giver in givers:
+        # Each rank sets bits in integers of its own, so no sum carries from one bit to the next.
+        mine[ranks.rank * width + giver // _BITS] |= 1 << giver % _BITS
+    return mine
+
+
+def takers_of(sums: Sequence[int], ranks: Ranks) -> list[int]:
+    """Return the ranks that will send a request to this rank.
+
+    Args:
+        sums: Sums of `words_of_givers` over all ranks.
+        ranks: The ranks.
+    """
+    word, bit = divmod(ranks.rank, _BITS)
+    return [taker for taker, mask in enumerate(sums[word :: -(-ranks.size // _BITS)]) if mask >> bit & 1]
+
+
+def exchange_requests(ranks: Ranks, requests: Mapping[int, Rows], takers: Collection[int]) -> dict[int, Rows]:
+    """Send a request to each giver; return the rows of the requests that this rank receives, by taker.
 
     Args:
         ranks: The ranks.
         requests: Rows by giver: see `Claims.rows`.
+        takers: Ranks that send a request to this rank.
     """
-    # One bit for each giver tells it that a request will come. The requests themselves are of no use to others.
-    mine = sum(1 << giver for giver in requests).to_bytes(-(-ranks.size // 8))
-    told = ranks.distinct_bytes(mine)
-    takers = {taker for holders, bits in told if int.from_bytes(bits) >> ranks.rank & 1 for taker in holders}
-    # In step s, rank r sends to r + s and receives from r - s, so that no two steps wait for each other in a circle.
+    # In step s, rank r sends to r + s and receives from r - s, so that no two steps wait for each other in a circle
+    # while ranks connect. All messages are under way at the same time.
     steps = {(giver - ranks.rank) % ranks.size for giver in requests}
     steps |= {(ranks.rank - taker) % ranks.size for taker in takers}
-    found: dict[int, Rows] = {}
+    under_way, heads, bodies = list[PeerTransfer](), dict[int, tuple[torch.Tensor, PeerTransfer]](), {}
     for step in sorted(steps):
         to, source = (ranks.rank + step) % ranks.size, (ranks.rank - step) % ranks.size
-        sending = []
         if to in requests:
             data = Claims(tensors=(), rows=requests[to]).boxes()
             for message in (len(data).to_bytes(_HEAD), data):
-                sending.append(ranks.send(torch.frombuffer(bytearray(message), dtype=torch.uint8), to))
+                under_way.append(ranks.send(torch.frombuffer(bytearray(message), dtype=torch.uint8), to))
         if source in takers:
             head = torch.empty(_HEAD, dtype=torch.uint8, device="cpu")
-            ranks.receive(head, source).wait()
-            body = torch.empty(int.from_bytes(bytes_of(head)), dtype=torch.uint8, device="cpu")
-            ranks.receive(body, source).wait()
-            found[source] = Claims(tensors=(), rows={}).with_boxes(bytes(bytes_of(body))).rows
-        # The sends end last, because both ranks may send before they receive.
-        for each in sending:
-            each.wait()
-    return found
+            heads[source] = head, ranks.receive(head, source)
+    for source, (head, transfer) in heads.items():
+        transfer.wait()
+        bodies[source] = torch.empty(int.from_bytes(bytes_of(head)), dtype=torch.uint8, device="cpu")
+        under_way.append(ranks.receive(bodies[source], source))
+    for transfer in under_way:
+        transfer.wait()
+    none = Claims(tensors=(), rows={})
+    return {source: none.with_boxes(bytes(bytes_of(body))).rows for source, body in bodies.items()}
 
 
 def exchange_counts(

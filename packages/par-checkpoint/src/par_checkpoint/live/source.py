@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import chain
+from itertools import chain, islice
 
 import torch
 from torch.autograd.graph import increment_version
@@ -30,7 +30,7 @@ from ..transfer.memory import LocalState, padded, unpacked
 from ..transfer.ranks import Ranks
 from .delta import changed_mask, decode_, encode_
 from .digest import MODULUS, digest_of_box
-from .requests import exchange_counts, exchange_requests
+from .requests import count_of_words, exchange_counts, exchange_requests, takers_of, words_of_givers
 from .wanted import MemoryPiece, PieceRequests, Wanted, halved, pieces_of
 
 Planned = Callable[[Hashable, Callable[[], Sequence[GlobalTensor]]], Sequence[GlobalTensor]]
@@ -91,7 +91,8 @@ class MemorySource:
     sent: int = 0
     local: int = 0
     has_begun: bool = False
-    _requests: dict[str, PieceRequests] = field(default_factory=dict)  # by section
+    _requests: dict[str, PieceRequests] = field(default_factory=dict)  # by section, as the next one
+    _takers: dict[str, list[int]] = field(default_factory=dict)  # ranks that request pieces from this rank
     _given: Counter[int] = field(default_factory=Counter)  # digests of given elements, by tensor
     _taken: Counter[int] = field(default_factory=Counter)
 
@@ -125,11 +126,16 @@ class MemorySource:
         same = Comparable.of(content, source.layout, source.model)
         if source.is_empty:
             same = Comparable(layout=same.layout, samples=[], state=None, tied=[])
-        check_layout([names for _, names in ranks.distinct(same.layout)])
+        # One sum carries all digests. Values travel only if their digests differ.
+        digests = {"claims": words_of(claims, ranks.rank), **same.digests()}
+        integers = iter(ranks.total([*chain.from_iterable(digests.values())]))
+        sums = {name: [*islice(integers, len(each))] for name, each in digests.items()}
+        differs = same.differences(sums, ranks.size)
+        layouts = ranks.distinct(same.layout) if "layout" in differs else [((0,), same.layout)]
+        check_layout([names for _, names in layouts])
         # A run moves its state again and again, so the tensors of the last move are kept by the digest of all claims.
-        key = "move", tuple(ranks.total(words_of(claims, ranks.rank)))
-        tensors = planned(key, lambda: merge_claims(claims_of_all(ranks, claims)))
-        united = united_content(content, same, {"samples", "state", "tied"}, ranks, tensors)
+        tensors = planned(("move", *sums["claims"]), lambda: merge_claims(claims_of_all(ranks, claims)))
+        united = united_content(content, same, differs, ranks, tensors)
         outline = _outline_of(united, tensors, sections)
         return cls(ranks=ranks, content=content, tensors=tensors, outline=outline, target=target, options=options)
 
@@ -155,15 +161,21 @@ class MemorySource:
             raise ValueError(
                 f"target has one tensor for {one!r} and {other!r}, which are two in the source; tie them there, too"
             )
-        hosts = self.ranks.hosts()
+        ranks, hosts = self.ranks, self.ranks.hosts()
 
-        def plan() -> None:
+        def plan() -> tuple[None, list[int]]:
             self._check_separate(target for each in targets for target in each.pending)
             for each in targets:
                 wanted = [wanted for wanted, _ in self._wanted(each)]
-                self._requests[_section_of(each)] = PieceRequests(self.tensors, wanted, self.ranks.rank, hosts)
+                self._requests[_section_of(each)] = PieceRequests(self.tensors, wanted, ranks.rank, hosts)
+            # A giver learns from the same sum which ranks will send it a request.
+            masks = (words_of_givers(self._requests[section].givers, ranks) for section in self.outline.directories)
+            return None, [*chain.from_iterable(masks)]
 
-        self.ranks.agree(plan)
+        size = count_of_words(ranks)
+        _, sums = ranks.tell(plan, size * len(self.outline.directories))
+        for number, section in enumerate(self.outline.directories):
+            self._takers[section] = takers_of(sums[number * size : (number + 1) * size], ranks)
 
     def fill_(self, targets: Targets) -> None:
         """Move the pieces of the targets. Collective.
@@ -176,7 +188,7 @@ class MemorySource:
         requests = self._requests.pop(section)
         rows_by_giver = {giver: requests.rows_to(giver) for giver in requests.givers}
         incoming = {giver: pieces_of(rows, self.tensors, self._order) for giver, rows in rows_by_giver.items()}
-        asked = exchange_requests(ranks, rows_by_giver)
+        asked = exchange_requests(ranks, rows_by_giver, self._takers.pop(section))
         outgoing = {taker: pieces_of(rows, self.tensors, self._order) for taker, rows in asked.items()}
         requests.local.sort(key=lambda piece: piece.tensor)
         exchange = PieceExchange[MemoryPiece](
