@@ -36,9 +36,11 @@ from .wanted import MemoryPiece, PieceRequests, Wanted, halved, pieces_of
 Planned = Callable[[Hashable, Callable[[], Sequence[GlobalTensor]]], Sequence[GlobalTensor]]
 _Pieces = dict[int, list[MemoryPiece]]
 
-_ALONE = 1 << 18  # bytes of a piece above which a copy costs more than a message
-_BUFFERS = 4  # messages each way that travel while the next one is packed
-_MESSAGE = 1 << 22  # maximum bytes of a message: a core's cache still holds what was packed when gloo reads it
+_ALONE = 1 << 20  # bytes of a piece above which a copy costs more than a message, which costs gloo about 0.1 ms
+_BUFFERS = 3  # buffers each way: one is packed, one travels, and one waits for the peer
+# Maximum bytes of a message. Ranks on two cores took 1.2 times as much CPU time with 2 MB, and the same with 16 MB.
+_MESSAGE = 1 << 23
+_DIGESTED = 1 << 18  # elements of a digest at a time, which needs several integers for each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,9 +193,6 @@ class MemorySource:
         asked = exchange_requests(ranks, rows_by_giver, self._takers.pop(section))
         outgoing = {taker: pieces_of(rows, self.tensors, self._order) for taker, rows in asked.items()}
         requests.local.sort(key=lambda piece: piece.tensor)
-        exchange = PieceExchange[MemoryPiece](
-            ranks, _packed_size, limit=self._message, alone=min(_ALONE, self._message), buffers=_BUFFERS
-        )
         for first, stop in self._rounds(section):
             # Targets on the meta device get memory round by round, while the source frees memory.
             inside = [(wanted, target) for wanted, target in self._wanted(targets) if first <= wanted.tensor < stop]
@@ -203,7 +202,7 @@ class MemorySource:
             if self.based:
                 self._count_changes_(leaving, coming)
             here = self._between(requests.local, first, stop)
-            move = partial(self._move_, exchange, local, outgoing=leaving, incoming=coming, here=here)
+            move = partial(self._move_, local, outgoing=leaving, incoming=coming, here=here)
             _, error = attempt(move)
             ranks.raise_first(None if error is None else _undefined(error))
             if self.options.release:
@@ -222,7 +221,6 @@ class MemorySource:
 
     def _move_(
         self,
-        exchange: PieceExchange[MemoryPiece],
         local: Mapping[int, LocalState],
         *,
         outgoing: _Pieces,
@@ -232,7 +230,6 @@ class MemorySource:
         """Move the pieces of one round.
 
         Args:
-            exchange: Buffers of all rounds.
             local: Tensors to fill, by copy.
             outgoing: Pieces to send, by rank.
             incoming: Pieces to receive, by rank.
@@ -279,7 +276,7 @@ class MemorySource:
             {peer: [piece for piece in pieces if piece.bytes] for peer, pieces in pairs.items()}
             for pairs in (outgoing, incoming)
         )
-        exchange.run(leaving, coming, fill=fill, take=take, place=place)
+        self._exchange.run(leaving, coming, fill=fill, take=take, place=place)
         if failed:
             raise failed[0]
         # Elements that did not change are part of the digests, so that another base than the giver's is seen.
@@ -322,6 +319,12 @@ class MemorySource:
     def _held(self) -> LocalState:
         """Tensors of the source on this rank."""
         return LocalState.of(self.content.entries, self.tensors)
+
+    @cached_property
+    def _exchange(self) -> PieceExchange[MemoryPiece]:
+        """Buffers of all rounds and sections: new pages for each of them would cost as much as a copy."""
+        limit = self._message
+        return PieceExchange(self.ranks, _packed_size, limit=limit, alone=min(_ALONE, limit), buffers=_BUFFERS)
 
     @cached_property
     def _order(self) -> list[int]:
@@ -403,7 +406,7 @@ class MemorySource:
         """Add the digest of a piece, in the dtype in which it travels, if digests are compared."""
         if self.options.verify:
             shape = self.tensors[piece.tensor].shape
-            for part in halved(piece, _ALONE):
+            for part in halved(piece, _DIGESTED):
                 sums[piece.tensor] += digest_of_box(where.view(part).to(piece.dtype), part.start, shape)
 
     def _compare_digests(self) -> None:
