@@ -4,9 +4,10 @@
     torchrun --nproc-per-node 2 actor_critic.py runs/counting --tensor 2
     torchrun --nproc-per-node 8 actor_critic.py runs/counting --tensor 4 --zero 3
 
-Start from here for training with rewards. Each model has a strategy of its own, and neither knows of the other: nothing
-is global. The actor goes on from a prompt of numbers, and is rewarded for each number that is one more than the last;
-the critic learns what reward a prompt will bring. Policy gradient with a baseline, Sutton and Barto 2018, chapter 13.
+`python -m par_train.examples.grpo` has generators in processes of their own. Here each model has a strategy of its own,
+and neither knows of the other: nothing is global. The actor goes on from a prompt of numbers, and is rewarded for each
+number that is one more than the last; the critic learns what reward a prompt will bring. Policy gradient with a
+baseline, Sutton and Barto 2018, chapter 13.
 """
 
 import argparse

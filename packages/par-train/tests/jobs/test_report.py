@@ -49,6 +49,12 @@ def test_a_file_gets_few_lines(capsys):
     assert validation.endswith("iB 2 skipped")
 
 
+def test_progress_line_without_a_loss_shows_the_reward(capsys):
+    progress = Lines(10)
+    progress.show({"step": 1, "seconds": 1.0, "reward": 0.25})
+    assert capsys.readouterr().err.startswith("step  1/10 00:01<00:09, reward 0.250 ")
+
+
 def test_a_terminal_gets_a_bar(monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)

@@ -123,6 +123,7 @@ class _Recent:
     def words(self, line: Line, validation_loss: float | None) -> str:
         """Return the numbers to display, in about 50 columns."""
         words = [] if line.get("loss") is None else [f"loss {line['loss']:.3f}"]
+        words += [] if line.get("reward") is None else [f"reward {line['reward']:.3f}"]
         words += [] if validation_loss is None else [f"val {validation_loss:.3f}"]
         words += [f"{short(rate)} {name.removesuffix(_RATE)}/s" for name, rate in self._rates.items()]
         words += [] if line.get("imbalance") is None else [f"imbalance {line['imbalance']:.2f}"]
