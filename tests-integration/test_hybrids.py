@@ -82,7 +82,7 @@ def check_pipeline(name):
 def test_hybrids_over_two_tensor_ranks_equal_one_process():
     for name in TENSOR:
         check_tensor(name)
-    for name in ("zamba2", "recurrent_gemma"):
+    for name in ("falcon_h1", "recurrent_gemma", "zamba2"):
         with pytest.raises(TypeError, match="ForCausalLM has no plan for tensor parallelism; give one"):
             check_tensor(name)
 

@@ -1,6 +1,7 @@
-"""Vision-language models of transformers equal one device: at stage 3 with images on some ranks, and over tensor ranks.
+"""Vision-language models of transformers equal one device: at stage 3 with images on some ranks, over tensor ranks, and
+in a pipeline, whose first stage has the encoder of images.
 
-Over sequence ranks and in a pipeline they are refused by name, or equal without images.
+Over sequence ranks they are refused by name, or equal without images.
 """
 
 import copy
@@ -9,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from par_groups import ProcessGroups, Topology
+from par_groups import ProcessGroups, Topology, sharding_of
 from par_layers import verify_plan
 from par_layers.pretrained import cut_dict
+from par_pipeline import PipelineError
 from par_testing import Strict, for_each, keep_fp64
 from par_train import Strategy
 from par_zero import shard, summon
@@ -165,17 +167,95 @@ def test_vision_language_models_over_tensor_ranks_equal_one_device():
                     assert compared.worst < 1e-10, (name, with_image, cuts_sequence, compared)
 
 
+def joined(name, has_image):
+    """One batch of the rows of several; the first row of each has an image if asked for."""
+    parts = [batch(name, 0, number, has) for number, has in enumerate(has_image)]
+    return {key: torch.cat([each[key] for each in parts if key in each]) for each in parts for key in each}
+
+
+def check_stages(name, has_image, microbatches=2, **parallel):
+    given, reference, model = joined(name, has_image), made(name), made(name)
+    given = {key: x[:, :8] if x.shape[-1] == 9 else x for key, x in given.items()}  # a length that ranks divide
+    with (
+        keep_fp64(),
+        Strategy(parallel={"pipeline": 2, **parallel}, pipeline={"microbatches": microbatches}) as strategy,
+    ):
+        expected = reference(**given).loss
+        expected.backward()
+        # A step by the gradient itself.
+        after = {key: x.detach() - (0 if x.grad is None else x.grad) for key, x in reference.named_parameters()}
+        plans = {model: QWEN3_VL} if parallel and name == "Qwen3-VL" else {}
+        model, optimizer = strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), plans=plans)
+        has_tower = any("vis" in key for key, _ in model.named_parameters())
+        assert has_tower == (strategy.groups.rank("pipeline") == 0), "the tower is in the first stage"
+        loss = strategy.execute_pipeline(iter([given]), model, None, optimizer)
+        optimizer.step()
+        assert abs(loss.item() - expected.item()) < 1e-10, (name, has_image)
+        for key, parameter in model.named_parameters():
+            for box in sharding_of(parameter).boxes:
+                far = (box.of(parameter.detach()) - after[key][box.slices]).abs().max().item()
+                assert far < 1e-10, (name, has_image, key)
+
+
 @pytest.mark.ranks(2, timeout=120)
-def test_stages_and_split_sequences_refuse_images_by_name():
+def test_vision_language_models_in_two_stages_equal_one_device():
+    for name in MODELS:
+        for has_image, microbatches in (((True, False), 2), ((True, True), 1), ((False, False), 2)):
+            check_stages(name, has_image, microbatches)
+
+
+@pytest.mark.storm
+@pytest.mark.ranks(4, timeout=120)
+def test_vision_language_models_in_stages_over_tensor_ranks_equal_one_device():
+    for name in MODELS:
+        for cuts_sequence in (False, name != "Qwen3-VL"):
+            check_stages(name, (True, False), tensor={"size": 2, "mode": "1d", "sequence_parallel": cuts_sequence})
+
+
+class OwnPositions(transformers.LlavaForConditionalGeneration):
+    """A model whose code computes positions from an image, which a later stage does not have."""
+
+    def forward(self, input_ids=None, pixel_values=None, **keywords):
+        if pixel_values is not None:
+            keywords["position_ids"] = torch.zeros_like(input_ids)
+        return super().forward(input_ids=input_ids, pixel_values=pixel_values, **keywords)
+
+
+def deepstack():
+    config = qwen3_vl().config
+    config.vision_config.deepstack_visual_indexes = [0, 1]
+    return transformers.Qwen3VLForConditionalGeneration(config)
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_stages_that_would_lack_images_raise():
     with Strategy(parallel={"pipeline": 2}, pipeline={"microbatches": 2}) as strategy:
-        for name, text in {
-            "Llava": "has parameters in 'model.vision_tower' .* if it reads tokens alone, so no stage",
-            "Gemma3": "has parameters in 'model.vision_tower' .* if it reads tokens alone, so no stage",
-            "Qwen3-VL": "has parameters in 'model.visual' .* if it reads tokens alone, so no stage",
-        }.items():
-            model = made(name)
-            with pytest.raises(TypeError, match=text):
+        for model, error, text in (
+            (
+                OwnPositions(llava().config),
+                TypeError,
+                r"encoder of images in 'model.vision_tower', .* receives another '(atten|pos)",
+            ),
+            (
+                deepstack(),
+                ValueError,
+                r"adds features of images behind its first 2 layers \(deepstack\), .* has 1 layers;",
+            ),
+        ):
+            before = {name: each.data_ptr() for name, each in model.named_parameters()}
+            with pytest.raises(error, match=text):
                 strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0))
+            assert before == {name: each.data_ptr() for name, each in model.named_parameters()}
+        model = made("Llava")
+        model, optimizer = strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        given = joined("Llava", (True, True))
+        given["input_ids"][0, 2], given["input_ids"][2, 7] = 1, IMAGE
+        with pytest.raises(ValueError, match=r"have \[3, 5\] image placeholders, and images of \[4, 4\] do not fit"):
+            strategy.execute_pipeline(iter([given]), model, None, optimizer)
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_split_sequences_refuse_images_by_name():
     with keep_fp64(), Strategy(parallel={"sequence": {"size": 2, "mode": "gather"}}) as strategy:
         for name in MODELS:
             with pytest.raises(
@@ -196,3 +276,71 @@ def test_stages_and_split_sequences_refuse_images_by_name():
                 gradient = 0.0 if parameter.grad is None else parameter.grad
                 changed = before[key] - model.state_dict()[key]
                 assert (changed - gradient).abs().max().item() < 1e-10, (name, key)
+
+
+def without(key):
+    return lambda given: given.pop(key)
+
+
+def cut_short(given):
+    given.update({key: tensor[:, :5] for key, tensor in given.items() if tensor.shape == (2, 9)})
+
+
+def no_placeholder(given):
+    given["input_ids"][given["input_ids"] == IMAGE] = 1
+
+
+BAD_BATCHES = [
+    (
+        "Llava",
+        without("pixel_values"),
+        r"input_ids has 4 image placeholders \(id 39\), and 'pixel_values' is missing: ",
+    ),
+    (
+        "Llava",
+        no_placeholder,
+        r"pixel_values is \[1, 3, 8, 8\], and input_ids has no image placeholder \(id 39\): each",
+    ),
+    ("Llava", cut_short, "Image features and image tokens do not match, tokens: 3, features: "),
+    (
+        "Gemma3",
+        without("pixel_values"),
+        r"input_ids has 4 image placeholders \(id 39\), and 'pixel_values' is missing: ",
+    ),
+    (
+        "Gemma3",
+        cut_short,
+        r"has 3 image placeholders .* pixel_values of shape \[1, 3, 8, 8\] need .4.: .* do not truncate",
+    ),
+    ("Gemma3", without("token_type_ids"), "the batch has 'pixel_values', and 'token_type_ids' is missing: each place"),
+    (
+        "Qwen3-VL",
+        without("image_grid_thw"),
+        "the batch has 'pixel_values', and 'image_grid_thw' is missing: each place",
+    ),
+    ("Qwen3-VL", without("mm_token_type_ids"), "'mm_token_type_ids' is missing: each place"),
+    (
+        "Qwen3-VL",
+        cut_short,
+        r"has 3 image placeholders .* pixel_values of shape \[4, 48\] need .4.: .* do not truncate",
+    ),
+]
+"""A family, a mistake in its batch, and a part of the message; transformers' own where it is clear."""
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_batches_whose_images_do_not_fit_raise_on_all_ranks():
+    for name, spoil, text in [*BAD_BATCHES, *((name, None, "") for name in MODELS)]:
+        with keep_fp64(), Strategy(parallel={"tensor": {"size": 2, "mode": "1d"}}) as strategy:
+            model, given = made(name), batch(name, 0, 0, with_image=True)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            plans = {model: QWEN3_VL} if name == "Qwen3-VL" else {}
+            model, optimizer = strategy.initialize(model, optimizer, plans=plans)
+            if spoil is None:
+                loss = strategy.execute_pipeline(iter([given]), model, None, optimizer)
+                assert abs(loss.item() - made(name)(**given).loss.item()) < 1e-10, name
+                continue
+            spoil(given)
+            with pytest.raises((ValueError, PipelineError), match=text):
+                strategy.execute_pipeline(iter([given]), model, None, optimizer)
+            assert all(parameter.grad is None for parameter in model.parameters())

@@ -6,6 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
+from par_layers.models.plans import families  # noqa: F401 - registers its plans
+from par_layers.models.plans.plans import PLANS
+
 Result = Mapping[str, Any]
 
 EQUAL, NONE, WRONG = "equal", "n/a", "**wrong**"
@@ -42,6 +45,13 @@ types with this page, and its long tests compare all of them.
 | ZeRO 3 | `zero=3` |
 """
 
+EXCEPTIONS = """\
+The rules of par read the structure of a model, so that they apply to types that nobody has tried. Types whose plan in
+Transformers does not suffice have a plan of par by name: {names}. There may be {most} at most.
+"""
+
+MOST_EXCEPTIONS = 10
+
 TYPES = """\
 ## The types
 
@@ -69,6 +79,11 @@ def line(result: Result) -> str:
     counts = Counter(cell["kind"] for cell in result["cells"].values())
     wrong = [f"{way}: {cell['reason']}" for way, cell in result["cells"].items() if cell["kind"] == "wrong"]
     return f"{result['type']} {result['seconds']:.0f} s {dict(counts)} {'; '.join(wrong)}"
+
+
+def exceptions() -> list[str]:
+    """Return the types that par has a plan for by name."""
+    return sorted(PLANS.names())
 
 
 def page(results: Sequence[Result]) -> str:
@@ -108,6 +123,7 @@ def page(results: Sequence[Result]) -> str:
         INTRODUCTION,
         "## Counts\n",
         environment + "\n",
+        EXCEPTIONS.format(names=", ".join(f"`{name}`" for name in exceptions()), most=MOST_EXCEPTIONS),
         *table(["", "equal", "not supported", "no experts", "wrong"], counts),
         TYPES,
         *table(["type", "class", *ways], rows),

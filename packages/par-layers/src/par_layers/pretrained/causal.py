@@ -17,6 +17,7 @@ from par_groups import attributes
 
 from ..context.existing.documents import FOUND, packed_documents
 from ..models.parallel import Parallelization, parallelization_of
+from .images import check_images, image_positions, split_images
 
 IGNORE_INDEX = -100
 """The label of a token that does not count; the default of torch's cross entropy."""
@@ -163,10 +164,11 @@ class CausalModel:
             `par_tokens`, which was split over sequence ranks, they are shifted already.
 
         Raises:
-            ValueError: The batch has no ids, or a mask in addition to positions that restart in a row. Or positions
-                restart, and the model takes no positions.
+            ValueError: The batch has no ids, images that do not fit its placeholders, or a mask in addition to
+                positions that restart in a row. Or positions restart, and the model takes no positions.
         """
         labels = next_labels(batch)
+        check_images(self._model.config, self._takes, batch)
         keywords = {name: value for name, value in batch.items() if name in self._takes and value is not None}
         positions = batch.get("position_ids")
         if self._separates and positions is not None:
@@ -183,6 +185,24 @@ class CausalModel:
             keywords[TOKENS] = batch[TOKENS]
         return (batch["input_ids"],), keywords, labels
 
+    def images(self, batch: Mapping[str, Any], parts: int, *, places: bool) -> dict[str, list[Any]]:
+        """Split the images of a batch among microbatches.
+
+        Args:
+            batch: A batch that `fed` accepts.
+            parts: Number of microbatches.
+            places: Whether to add the positions of images, which pipeline stages without token ids need.
+
+        Returns:
+            Entries of the microbatches by keyword: pixels and their grids, None without images, and positions.
+
+        Raises:
+            ValueError: An image cannot be assigned to rows.
+        """
+        split = split_images(self._model.config, batch, parts)
+        positions = image_positions(self._model, batch) if places else None
+        return split if positions is None else {**split, "position_ids": list(positions.tensor_split(parts, dim=1))}
+
     def without_gathering(self) -> AbstractContextManager[None]:
         """A context in which a model that is sharded over tensor ranks returns sharded logits, which `loss` takes."""
         return nullcontext() if self._known is None else self._known.sharded_logits()
@@ -194,7 +214,7 @@ class CausalModel:
             outputs: The outputs of the model, or only its logits, as the last stage of a pipeline returns them.
             labels: The label of the next token for each token, int64, [rows, time].
         """
-        if self._known is None:
+        if self._known is None or self._known.vocabulary is None:  # such as a plan without a rule for the head
             total, count = causal_lm_loss(outputs, {"shift_labels": labels})
         else:
             total, count = self._known.cross_entropy(logits_of(outputs), labels, shift=False)

@@ -57,7 +57,7 @@ def build_stage(
     own = schedule.stage_of(rank)
     if isinstance(layers, nn.Module) and not isinstance(layers, nn.Sequential | nn.ModuleList):
         cuts = partition(layers_of(layers), schedule.stages, method, sample=sample)
-        return cut(layers, [cuts[stage] for stage in own])
+        return cut(layers, [cuts[stage] for stage in own], len(cuts[0]))
     if isinstance(layers, nn.Module):
         # `named_children` skips a module that occurs a second time.
         named = list(children_of(layers).items())

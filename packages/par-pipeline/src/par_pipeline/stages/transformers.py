@@ -11,8 +11,10 @@ from typing import cast
 
 from torch import nn
 
+from .._torch_private import children_of
+from .images import problem_of_images
 from .trial import find_plan
-from .twins import StagePlan, split
+from .twins import TOWER, StagePlan, split
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -25,7 +27,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return list(cast("nn.ModuleList", model.get_submodule(name)))
 
 
-def cut(model: nn.Module, runs: Sequence[range]) -> list[nn.Module]:
+def cut(model: nn.Module, runs: Sequence[range], first: int) -> list[nn.Module]:
     """Make stages that share their modules with the model, which stays unchanged.
 
     The first stage takes token ids [rows, time], any other stage hidden states [rows, time, width]. A stage returns
@@ -34,12 +36,22 @@ def cut(model: nn.Module, runs: Sequence[range]) -> list[nn.Module]:
     Args:
         model: Model with all its layers.
         runs: Positions of the layers of each stage.
+        first: Number of layers of the model's first stage, which has the encoder of images.
 
     Raises:
+        ValueError: Later stages would need features of images.
         TypeError: The model cannot be split, has a module with parameters that runs on no stage, or has layers that
             return more than hidden states.
     """
     plan, layers = _plan(model)
+    # Every rank knows the first stage's layers, so that all of them raise.
+    vision = getattr(getattr(model, "config", None), "vision_config", None)
+    deep = len(getattr(vision, "deepstack_visual_indexes", None) or ())
+    if deep > first and any(takes == TOWER for takes, _ in plan.values()):
+        raise ValueError(
+            f"{type(model).__name__} adds features of images behind its first {deep} layers (deepstack), and the first "
+            f"stage, which has the images, has {first} layers; use fewer stages, or other weights in `method`"
+        )
     return split(model, plan, layers, runs)
 
 
@@ -61,11 +73,18 @@ def _plan(model: nn.Module) -> tuple[StagePlan, str]:
             return plan, lists[0]
     found = find_plan(model)
     (layers,) = [name for name in found if isinstance(modules[name], nn.ModuleList)]
+    towers = _towers(model, found)
+    found |= {name: (TOWER, ["image_features"]) for name in towers}
     if outside := _unnamed(model, found):
         raise TypeError(
             f"{type(model).__name__} has parameters in {outside}, which does not run between its embedding and its "
             "logits if it reads tokens alone, so no stage would run it; train it without a pipeline, or pass stages of "
             "your own"
+        )
+    if towers and (problem := problem_of_images(model, found, layers)):
+        raise TypeError(
+            f"{type(model).__name__} has an encoder of images in {towers[0]!r}, and its layers {layers!r} cannot be "
+            f"split into stages: {problem}; train it without a pipeline, or pass stages of your own"
         )
     if len(found[layers][1]) == 1:
         _check_layers(model, layers)
@@ -73,11 +92,28 @@ def _plan(model: nn.Module) -> tuple[StagePlan, str]:
     return found, layers
 
 
+def _towers(model: nn.Module, plan: Iterable[str]) -> list[str]:
+    """Return the encoders of images and what projects their features, which run if the model receives pixels.
+
+    They are the modules next to the language model that text alone does not reach.
+    """
+    named = [*plan]
+    return [
+        f"{path}.{child}" if path else child
+        for path, module in model.named_modules()
+        # Features of audio come from other arguments.
+        if hasattr(type(module), "get_image_features") and not hasattr(type(module), "get_audio_features")
+        for child, inside in children_of(module).items()
+        if inside is not None and next(inside.parameters(), None) is not None
+        if not any(f"{name}.".startswith(f"{path}.{child}.".lstrip(".")) for name in named)
+    ]
+
+
 def _unnamed(model: nn.Module, plan: Iterable[str]) -> str:
     """Return the outermost module with parameters that a plan assigns to no stage; empty if there is none.
 
-    Every stage would train the head of a classifier if the plan names only the layers, and every stage would run an
-    image tower. Both need values that a single stage does not have, such as ids or all tokens.
+    Every stage would train the head of a classifier if the plan names only the layers. It needs values that
+    a single stage does not have, such as ids or all tokens.
     """
     named = {id(parameter) for name in plan for parameter in model.get_submodule(name).parameters()}
     for path, module in model.named_modules():

@@ -5,7 +5,7 @@ its layers form a chain, and if they receive the same arguments on all stages. A
 identities replace the layers, shows both: it runs once with token ids, and once as each kind of stage.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -68,13 +68,13 @@ class _StageTrial:
     def __init__(self, model: nn.Module, layers: str, values: int) -> None:
         self.layers, self.problem = layers, ""
         self.plan: StagePlan = {layers: (["hidden_states"], ["hidden_states"] * values)}
-        self._calls: list[_LayerCall] = []
+        self._calls: list[LayerCall] = []
         self._hidden: Tensor | None = None
         self._own = [
-            _RecordingLayer(each, values, number, self)
+            RecordingLayer(each, values, number, self.received)
             for number, each in enumerate(model.get_submodule(layers).children())
         ]
-        self._copy = _small_copy(model, layers, nn.ModuleList(self._own))
+        self._copy = small_copy(model, layers, nn.ModuleList(self._own))
         around = dict(_around(self._copy, layers))
         moments: dict[str, set[int]] = {name: set() for name in around}
         for name, module in around.items():
@@ -91,7 +91,7 @@ class _StageTrial:
         self._whole, self._logits, self.reached = self._calls, outputs, len(self._calls)
         self.problem = self.problem or self._problem_of_chain(moments)
 
-    def received(self, call: "_LayerCall") -> Tensor:
+    def received(self, call: "LayerCall") -> Tensor:
         """Register a call of a layer, and return the hidden states that go on to the next layer."""
         self._calls.append(call)
         if self._hidden is None:  # values that no other code has, so that stages show where hidden states are used
@@ -150,7 +150,7 @@ class _StageTrial:
         return ""
 
 
-class _LayerCall:
+class LayerCall:
     """The arguments of one call of a layer.
 
     Args:
@@ -167,7 +167,7 @@ class _LayerCall:
         """Whether an argument is a value that a layer returned in addition to hidden states."""
         return any(isinstance(each, _OtherValue) for each in tree_leaves(self.others))
 
-    def difference(self, call: "_LayerCall") -> str:
+    def difference(self, call: "LayerCall") -> str:
         """Return the name of the first argument that another call has with another value; otherwise empty."""
         names = [*self.others, *(name for name in call.others if name not in self.others)]
         return next((name for name in names if not _is_equal(self.others.get(name), call.others.get(name))), "")
@@ -177,27 +177,26 @@ class _OtherValue:
     """A value that a layer returns in addition to hidden states."""
 
 
-class _RecordingLayer(Absent):
+class RecordingLayer(Absent):
     """Identity that registers its arguments.
 
     Args:
         layer: The layer in whose place it is.
         values: Number of values that the layer returns.
         number: Position of the layer.
-        trial: The trial that registers the arguments.
+        received: Function that registers a call, and returns the hidden states that go on to the next layer.
     """
 
-    def __init__(self, layer: nn.Module, values: int, number: int, trial: _StageTrial) -> None:
+    def __init__(self, layer: nn.Module, values: int, number: int, received: Callable[[LayerCall], Tensor]) -> None:
         super().__init__(layer, values)
         self._number = number
-        # No submodule: the trial holds the copy of the model that this layer is in.
-        self._received = trial.received
+        self._received = received
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
         """Register the arguments, and return the trial's hidden states."""
         hidden, *others = args or (keywords.pop("hidden_states"),)
         named = {**{f"argument {position}": each for position, each in enumerate(others, 1)}, **keywords}
-        return self.returned(self._received(_LayerCall(self._number, hidden, named)), _OtherValue())
+        return self.returned(self._received(LayerCall(self._number, hidden, named)), _OtherValue())
 
 
 def _is_equal(one: Any, other: Any) -> bool:
@@ -224,7 +223,7 @@ def _around(model: nn.Module, layers: str) -> Iterator[tuple[str, nn.Module]]:
         path, parent = f"{path}{part}.", parent.get_submodule(part)
 
 
-def _small_copy(model: nn.Module, layers: str, instead: nn.ModuleList) -> nn.Module:
+def small_copy(model: nn.Module, layers: str, instead: nn.ModuleList) -> nn.Module:
     """Return a copy on the CPU, in fp32 and without hooks, whose large parameters take no memory.
 
     Args:

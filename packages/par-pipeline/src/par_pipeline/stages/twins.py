@@ -20,6 +20,12 @@ StagePlan = dict[str, tuple[list[str], list[str]]]
 
 EMBEDS = "inputs_embeds"
 
+TOWER = ["pixel_values"]
+"""The arguments of a module that computes features of images, which the model's code puts into its embeddings."""
+
+_OF_IMAGES = ("pixel_values", "image_", "video_")
+"""Beginnings of the keywords that only the encoder of images reads, and the stage that has it."""
+
 
 def split(model: nn.Module, plan: StagePlan, layers: str, runs: Sequence[range]) -> list[nn.Module]:
     """Make stages that share their modules with the model, which stays unchanged.
@@ -35,18 +41,21 @@ def split(model: nn.Module, plan: StagePlan, layers: str, runs: Sequence[range])
     stages: list[nn.Module] = []
     for run in runs:
         stage, is_first, is_last = twin(model, plan), run.start == 0, run.stop == len(every)
-        for name, (_, gives) in plan.items():
+        for name, (takes, gives) in plan.items():
             if name == layers:
                 continue
-            if gives == [EMBEDS] and not is_first:
-                _replace(stage, name, AbsentEmbedding())
-            elif gives != [EMBEDS] and not is_last:
+            if gives == [EMBEDS] or takes == TOWER:
+                if not is_first:
+                    _replace(stage, name, AbsentEmbedding() if gives == [EMBEDS] else Absent())
+            elif not is_last:
                 _replace(stage, name, Absent())
         # The code of the model loops over all layers, so absent layers stay in the list as identities.
         absent = {position: Absent(each, values) for position, each in enumerate(every) if position not in run}
         for position, layer in absent.items():
             _replace(stage, f"{layers}.{position}", layer)
-        _Borders(stage, before=absent.get(run.start - 1), after=absent.get(run.stop))
+        reads_images = any(takes == TOWER for takes, _ in plan.values())
+        behind = [layer for position, layer in absent.items() if reads_images and position > run.stop]
+        _Borders(stage, before=absent.get(run.start - 1), after=absent.get(run.stop), behind=behind)
         stages.append(stage)
     return stages
 
@@ -98,11 +107,13 @@ class _Borders:
         stage: Model with this stage's layers. It is called with one positional tensor.
         before: Identity in place of the layer before this stage's layers; None for the first stage.
         after: Identity in place of the layer after this stage's layers; None for the last stage.
+        behind: Identities in place of all later layers.
     """
 
-    def __init__(self, stage: nn.Module, before: Absent | None, after: Absent | None) -> None:
+    def __init__(self, stage: nn.Module, before: Absent | None, after: Absent | None, behind: Sequence[Absent]) -> None:
         self._is_first, self._is_last = before is None, after is None
         self._keywords: dict[str, Any] = {"use_cache": False} if takes(stage, "use_cache") else {}
+        self._places_images = any(hasattr(type(module), "get_rope_index") for module in stage.modules())
         self._entered: Tensor | None = None
         self._left: Tensor | None = None
         # Other hooks expect the keyword arguments of the model, so this hook runs first.
@@ -111,6 +122,9 @@ class _Borders:
             before.register_forward_hook(self._go_on)
         if after is not None:
             after.register_forward_hook(self._note)
+        # A stage notes hidden states once, so a later change to them would be lost.
+        for layer in behind:
+            layer.register_forward_pre_hook(self._check_unchanged)
         # It also runs if the forward raises, so that no hidden states stay in memory.
         stage.register_forward_hook(self._leave, always_call=True)
 
@@ -122,6 +136,14 @@ class _Borders:
         # A later stage skips the embedding: models accept hidden states in its place. If a model has several streams of
         # hidden states, [rows, time, streams, width], its embeddings have one. The values are not used.
         embeds = self._entered
+        # The encoder of images is in the first stage, and its features are in the hidden states already.
+        given = [name for name, value in keywords.items() if name.startswith(_OF_IMAGES) and value is not None]
+        if self._places_images and given and keywords.get("position_ids") is None:
+            raise ValueError(
+                f"{given[0]} without position_ids: a stage that receives hidden states cannot compute the positions of "
+                "images; pass the position_ids that get_rope_index of the model returns"
+            )
+        keywords = {name: value for name, value in keywords.items() if not name.startswith(_OF_IMAGES)}
         if embeds.dim() > 3:
             embeds = embeds.new_zeros(()).expand(*embeds.shape[:2], embeds.shape[-1])
         return (), {EMBEDS: embeds, **self._keywords, **keywords}
@@ -133,6 +155,14 @@ class _Borders:
     def _note(self, _: nn.Module, __: Any, output: Any) -> None:
         """Store the hidden states for the next stage."""
         self._left = output[0] if isinstance(output, tuple) else output
+
+    def _check_unchanged(self, _: nn.Module, args: tuple[Any, ...]) -> None:
+        """Raise if the model changed hidden states between layers of later stages, which would not see the change."""
+        if args and args[0] is not self._left:
+            raise TypeError(
+                "the model's code changes hidden states between two layers of a later stage, as the features of images "
+                "in deepstack do; use fewer stages, so that the first has these layers"
+            )
 
     def _leave(self, _: nn.Module, __: Any, output: Any) -> Tensor | None:
         """Return the logits, or the hidden states for the next stage."""

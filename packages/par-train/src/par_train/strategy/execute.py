@@ -14,7 +14,16 @@ from par_data import read_once
 from par_groups import ProcessGroups, data_axes, number_on_device, splits_sequence
 from par_layers import LossFactor
 from par_layers.pretrained import CausalModel, pretrained_of, unlike_causal
-from par_pipeline import Batch, LossWeight, Pipeline, PipelineStages, Schedule, StageRunner, split_keywords
+from par_pipeline import (
+    Batch,
+    LossWeight,
+    Microbatches,
+    Pipeline,
+    PipelineStages,
+    Schedule,
+    StageRunner,
+    split_keywords,
+)
 from par_pipeline import schedule as make_schedule
 from par_precision import MixedOptimizer
 
@@ -142,7 +151,11 @@ class Execution:
         if self._causal is not None and isinstance(batch, Mapping):
             inputs, keywords, labels = self._causal.fed(batch)
             if self._splits_by_rows:
-                keywords = split_keywords(keywords, len(labels), microbatches)
+                # Images have no rows: each microbatch gets those whose placeholders are in its rows.
+                split = self._causal.images(batch, microbatches, places=self._schedule.stages > 1)
+                images = {name: Microbatches(parts) for name, parts in split.items()}
+                others = {name: value for name, value in keywords.items() if name not in images}
+                keywords = {**split_keywords(others, len(labels), microbatches), **images}
             return Batch(inputs, keywords, labels if criterion is None else dict(batch))
         if criterion is None:
             raise TypeError(

@@ -1,0 +1,139 @@
+"""A trial of the stages of a model that reads images: do its layers receive the same arguments on every stage?
+
+The first stage has the encoder of images, and later stages receive hidden states. So a model can be split only if
+nothing else depends on the images, such as a mask or positions that its code computes from pixels or token ids.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .trial import LayerCall, RecordingLayer, small_copy
+from .twins import EMBEDS, TOWER, Absent, StagePlan, split
+
+
+def problem_of_images(model: nn.Module, plan: StagePlan, layers: str) -> str:
+    """Run a small copy of a model with an image, as a whole and as its stages.
+
+    Args:
+        model: A Hugging Face Transformers model on any device, also meta. It does not change.
+        plan: Plan of its stages, with the encoder of images.
+        layers: Name of its list of layers.
+
+    Returns:
+        What differs between the stages and the full model; empty if nothing does.
+    """
+    try:
+        with torch.no_grad():
+            return _ImageTrial(model, plan, layers).problem()
+    except Exception as error:  # the code of a model may raise anything
+        return f"a trial with an image stops with {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+class _ImageTrial:
+    """A small copy of a model with identities in place of all layers, and an image for it.
+
+    Args:
+        model: The model.
+        plan: Plan of its stages.
+        layers: Name of its list of layers.
+    """
+
+    def __init__(self, model: nn.Module, plan: StagePlan, layers: str) -> None:
+        self._plan, self._layers = plan, layers
+        self._calls: list[LayerCall] = []
+        self._hidden: Tensor | None = None
+        values = len(plan[layers][1])
+        every = enumerate(model.get_submodule(layers).children())
+        own = nn.ModuleList(RecordingLayer(each, values, number, self.received) for number, each in every)
+        self._count = len(own)
+        self._copy: Any = small_copy(model, layers, own)
+        for name, (takes, gives) in plan.items():
+            if takes == TOWER:  # the features may have any values, since only what else reaches the layers is compared
+                _skip_blocks(self._copy.get_submodule(name))
+            elif name != layers and gives != [EMBEDS]:  # logits over a large vocabulary would take gigabytes
+                parent, _, child = name.rpartition(".")
+                setattr(self._copy.get_submodule(parent), child, Absent())
+        self._ids, self._keywords = _example(self._copy)
+
+    def received(self, call: LayerCall) -> Tensor:
+        """Register a call of a layer, and return the hidden states that go on to the next layer."""
+        self._calls.append(call)
+        # The same values for every stage, so that masks and positions differ only if they depend on the images.
+        if self._hidden is None:
+            self._hidden = torch.rand(call.hidden.shape, generator=torch.Generator().manual_seed(0))
+        return self._hidden
+
+    def problem(self) -> str:
+        """Return what differs; empty if nothing does."""
+        self._copy(input_ids=self._ids, use_cache=False, **self._keywords)
+        whole, count = self._calls, self._count
+        # What par-train passes to every stage of such a model.
+        keywords = {**self._keywords, **_positions(self._copy, self._ids, self._keywords)}
+        for name, run in {"first": range(count - 1), "middle": range(1, count - 1), "last": range(1, count)}.items():
+            if not run:
+                continue
+            self._calls = []
+            (stage,) = split(self._copy, self._plan, self._layers, [run])
+            stage(self._ids if name == "first" else self._hidden, **keywords)
+            for call, of_whole in zip(self._calls, whole[run.start : run.stop], strict=True):
+                if argument := of_whole.difference(call):
+                    return f"on the {name} stage, with an image, layer {call.number} receives another {argument!r}"
+        return ""
+
+
+def _skip_blocks(tower: nn.Module) -> None:
+    """Replace the largest list of layers in an encoder by identities: at real sizes they would compute for minutes."""
+    lists = [each for each in tower.modules() if isinstance(each, nn.ModuleList)]
+    if lists:
+        blocks = max(lists, key=lambda each: sum(parameter.numel() for parameter in each.parameters()))
+        for block in blocks.children():
+            # The same objects: transformers collects hidden states behind modules of their class.
+            block.__dict__["forward"] = lambda hidden_states, *_, **__: hidden_states
+
+
+def _example(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return token ids [2, time] with the placeholders of one image, and the other arguments of a forward.
+
+    Raises:
+        AttributeError: The configuration lacks a size.
+    """
+    config: Any = model.config
+    vision: Any = config.vision_config
+    takes = inspect.signature(model.forward).parameters
+    channels: int = vision.num_channels if hasattr(vision, "num_channels") else getattr(vision, "in_channels", 3)
+    if "image_grid_thw" in takes:
+        # The pixels are patches, and the grid has their numbers in time, height and width.
+        merge, patch = vision.spatial_merge_size, vision.patch_size
+        width = channels * getattr(vision, "temporal_patch_size", 1) * patch**2
+        given = {"pixel_values": torch.rand(4 * merge**2, width)}
+        given["image_grid_thw"] = torch.tensor([[1, 2 * merge, 2 * merge]])
+        count = 4
+    else:
+        size = vision.image_size
+        given = {"pixel_values": torch.rand(1, channels, *((size, size) if isinstance(size, int) else size))}
+        # The number of placeholders depends on the projector, so it is counted.
+        features = model.get_image_features(**given, return_dict=True).pooler_output
+        parts = [features] if isinstance(features, Tensor) else list(features)
+        count = sum(each.numel() // each.shape[-1] for each in parts)
+    # Older configurations name the id of a placeholder an index.
+    token = getattr(config, "image_token_id", None)
+    ids = torch.full((2, count + 3), min(2, token or 2) - 1)
+    ids[0, 1 : count + 1] = config.image_token_index if token is None else token
+    types = torch.zeros_like(ids)
+    types[0, 1 : count + 1] = 1
+    given.update({name: types for name in ("token_type_ids", "mm_token_type_ids") if name in takes})
+    return ids, given
+
+
+def _positions(model: nn.Module, ids: Tensor, keywords: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the positions of tokens and images, which only a stage with token ids could compute."""
+    for module in model.modules():
+        rope: Any = getattr(module, "get_rope_index", None)
+        if rope is not None:
+            given = {"input_ids": ids, **keywords}
+            names = [name for name in inspect.signature(rope).parameters if name in given]
+            return {"position_ids": rope(**{name: given[name] for name in names})[0]}
+    return {}
