@@ -48,10 +48,19 @@ def packed():
     return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
 
 
-def check_tensor(name):
+LAYERS = "model.layers.*"
+FALCON_H1 = {
+    **{f"{LAYERS}.self_attn.{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj")},
+    **{f"{LAYERS}.feed_forward.{name}": "colwise" for name in ("gate_proj", "up_proj")},
+    **{f"{LAYERS}.{name}": "rowwise" for name in ("self_attn.o_proj", "feed_forward.down_proj")},
+}
+"""transformers' own plan shards the embedding and the head alone. The mixers stay on every rank."""
+
+
+def check_tensor(name, plan="auto"):
     with keep_fp64(), ProcessGroups(Topology.from_config({"tensor": {"size": 2, "mode": "1d"}}, 2)) as groups:
         batch = {**packed(), "use_cache": False}
-        compared = verify_plan(lambda: separate_documents_(_models.make(name)), groups, batch)
+        compared = verify_plan(lambda: separate_documents_(_models.make(name)), groups, batch, plan)
     wrong = {key: far for key, far in compared.gradients.items() if far > EQUAL}
     assert compared.worst < EQUAL, (name, compared.loss, wrong)
 
@@ -82,9 +91,12 @@ def check_pipeline(name):
 def test_hybrids_over_two_tensor_ranks_equal_one_process():
     for name in TENSOR:
         check_tensor(name)
-    for name in ("falcon_h1", "recurrent_gemma", "zamba2"):
+    for name in ("recurrent_gemma", "zamba2"):
         with pytest.raises(TypeError, match="ForCausalLM has no plan for tensor parallelism; give one"):
             check_tensor(name)
+    check_tensor("falcon_h1", FALCON_H1)
+    with pytest.warns(UserWarning, match="the plan of FalconH1ForCausalLM shards no layer"):
+        check_tensor("falcon_h1")
 
 
 @pytest.mark.ranks(2, timeout=240)
