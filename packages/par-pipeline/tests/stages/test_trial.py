@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from par_pipeline import build_model_stages, build_stage, schedule
+from par_pipeline.stages.twins import EMBEDS, TOWER, split
 from par_testing import for_each
 
 WIDTH, WORDS = 6, 11
@@ -201,5 +202,39 @@ def test_stages_that_would_compute_other_values_are_refused(kind):
 def test_stages_of_a_model_without_layers_or_embeds_are_refused():
     with pytest.raises(TypeError, match=r"NoLayers has no _pp_plan and no nn\.ModuleList of layers"):
         stages_of(NoLayers(2, 2), 2)
-    with pytest.raises(TypeError, match=r"on the middle stage, the code around them stops with AttributeError"):
+    with pytest.raises(TypeError, match=r"stage, its code needs values .* \(test_trial.py:\d+ raises AttributeError\)"):
         stages_of(TakesIds(), 2)
+
+
+class Deep(nn.Module):
+    """It changes hidden states behind each layer if it receives an image, and computes positions of images."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.tower = nn.Embedding(10, 4), nn.Linear(4, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def get_rope_index(self):
+        raise AssertionError("a stage without ids cannot")
+
+    def forward(self, input_ids=None, inputs_embeds=None, pixel_values=None, position_ids=None):
+        x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        for layer in self.layers:
+            x = layer(x) if pixel_values is None else layer(x) + self.tower(pixel_values)
+        return (x,)
+
+
+def test_stages_of_images_raise_for_what_they_lack():
+    plan = {"embed": (["input_ids"], [EMBEDS]), "tower": (TOWER, ["image_features"])}
+    plan["layers"] = (["hidden_states"], ["hidden_states"])
+    first, last = split(Deep(), plan, "layers", [range(1), range(1, 3)])
+    ids, image = torch.ones(2, 5, dtype=torch.int64), torch.ones(4)
+    hidden = first(ids)
+    with pytest.raises(
+        TypeError, match=r"Deep changes hidden states between two layers of a later stage, .* fewer stages"
+    ):
+        first(ids, pixel_values=image)
+    assert "tower.weight" not in dict(last.named_parameters())
+    with pytest.raises(ValueError, match=r"pixel_values without position_ids: .* pass the position_ids that get_rope"):
+        last(hidden, pixel_values=image)
+    assert torch.equal(last(hidden, pixel_values=image, position_ids=ids), last(hidden))

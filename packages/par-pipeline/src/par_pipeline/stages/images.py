@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .trial import LayerCall, RecordingLayer, small_copy
+from .trial import LayerCall, RecordingLayer, line_of, small_copy
 from .twins import EMBEDS, TOWER, Absent, StagePlan, split
 
 
@@ -29,7 +29,7 @@ def problem_of_images(model: nn.Module, plan: StagePlan, layers: str) -> str:
         with torch.no_grad():
             return _ImageTrial(model, plan, layers).problem()
     except Exception as error:  # the code of a model may raise anything
-        return f"a trial with an image stops with {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return f"its code does not accept an image of the trial ({line_of(error, model)} raises {type(error).__name__})"
 
 
 class _ImageTrial:

@@ -5,7 +5,10 @@ its layers form a chain, and if they receive the same arguments on all stages. A
 identities replace the layers, shows both: it runs once with token ids, and once as each kind of stage.
 """
 
+import sys
+import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -124,7 +127,8 @@ class _StageTrial:
             output = model(*args, **keywords)
         except Exception as error:  # the code of a model may raise anything
             self.problem = (
-                f"the code around them stops with {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                f"its code needs values that the stage lacks, such as token ids or results of other layers "
+                f"({line_of(error, model)} raises {type(error).__name__})"
             )
             return None
         return output if isinstance(output, Tensor) else output[0]
@@ -197,6 +201,16 @@ class RecordingLayer(Absent):
         hidden, *others = args or (keywords.pop("hidden_states"),)
         named = {**{f"argument {position}": each for position, each in enumerate(others, 1)}, **keywords}
         return self.returned(self._received(LayerCall(self._number, hidden, named)), _OtherValue())
+
+
+def line_of(error: Exception, model: nn.Module) -> str:
+    """Return the file and line of a model's own code that raised an error, or else of the code that it calls."""
+    files = {getattr(sys.modules.get(type(module).__module__), "__file__", None) for module in model.modules()}
+    # The code of torch and of decorators is below, and says less about the model.
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if each.filename != __file__]
+    own = [each for each in frames if each.filename in files and "/torch/" not in each.filename]
+    at = [*frames, *own][-1]
+    return f"{Path(at.filename).name}:{at.lineno}"
 
 
 def _is_equal(one: Any, other: Any) -> bool:

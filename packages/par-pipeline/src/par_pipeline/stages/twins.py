@@ -113,6 +113,7 @@ class _Borders:
     def __init__(self, stage: nn.Module, before: Absent | None, after: Absent | None, behind: Sequence[Absent]) -> None:
         self._is_first, self._is_last = before is None, after is None
         self._keywords: dict[str, Any] = {"use_cache": False} if takes(stage, "use_cache") else {}
+        self._kind = type(stage).__name__
         self._places_images = any(hasattr(type(module), "get_rope_index") for module in stage.modules())
         self._entered: Tensor | None = None
         self._left: Tensor | None = None
@@ -160,8 +161,8 @@ class _Borders:
         """Raise if the model changed hidden states between layers of later stages, which would not see the change."""
         if args and args[0] is not self._left:
             raise TypeError(
-                "the model's code changes hidden states between two layers of a later stage, as the features of images "
-                "in deepstack do; use fewer stages, so that the first has these layers"
+                f"{self._kind} changes hidden states between two layers of a later stage, as the features of images in "
+                "deepstack do; pass a schedule of fewer stages, so that the first has these layers"
             )
 
     def _leave(self, _: nn.Module, __: Any, output: Any) -> Tensor | None:
