@@ -39,6 +39,7 @@ from par_layers import (
 from par_pipeline import schedule, simulate
 from par_plan import Machine, OffloadTiers, Shape, TrainingJob, search_configurations
 from par_recompute import frontier, measure
+from par_train.examples.grpo.curve import draw_curve
 from par_train.run.metrics import draw_load, load_of
 from par_zero import Moment, Overlap, Trace, draw_program, place, program, shard
 from par_zero import simulate as simulate_placement
@@ -80,6 +81,7 @@ def main() -> None:
     draw_moves(IMAGES / "reshard.svg")
     draw_losses(IMAGES / "lost-rank.svg")
     draw_versions(IMAGES / "publish.svg")
+    draw_curve(IMAGES / "grpo.jsonl", IMAGES / "grpo.svg")
     draw_layer_cost(IMAGES / "layer-cost.svg")
     draw_exposed(IMAGES / "exposed.svg")
     draw_expert_load(IMAGES / "expert-load.png")
