@@ -1,7 +1,8 @@
 """A training job of a rank under a keeper, in which ranks kill themselves; `test_survive` starts it.
 
 The argument is JSON: "kills" has lists of number, step and phase; "steps" and "zero" are those of the run;
-"back" has a step before which the run is saved, and one before which this checkpoint is loaded.
+"back" has a step before which the run is saved, and one before which this checkpoint is loaded; "tiers" has folders to
+which each step saves in the background; "norm" makes the run one with BatchNorm.
 """
 
 import json
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from par_checkpoint import load, save
+from par_checkpoint import Tiers, Transfer, load, save
 from par_train import Survivors, TrainState
 from par_zero import summon
 
@@ -33,20 +34,25 @@ class Counted(nn.Linear):
         return super().forward(given)
 
 
-def objects(dtype=torch.float64):
+def objects(dtype=torch.float64, *, norm=False):
     """The objects of the run, the same in each process and epoch."""
     torch.manual_seed(0)
-    model = nn.Sequential(Counted(8, 13), nn.Tanh(), nn.Linear(13, 3)).to(dtype)
+    # Tanh is in front, because a bias in front of BatchNorm has no gradient but rounding, which Adam scales up.
+    middle = nn.Sequential(nn.Tanh(), nn.BatchNorm1d(13)) if norm else nn.Tanh()
+    model = nn.Sequential(Counted(8, 13), middle, nn.Linear(13, 3)).to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     drawn = torch.randn(50, 11, generator=torch.Generator().manual_seed(1), dtype=dtype)
-    loader = DataLoader(TensorDataset(drawn[:, :8], drawn[:, 8:]), batch_size=12, shuffle=True, drop_last=True)
+    if norm:  # 36, 18 and 12 rows, of 1, 2 and 3 ranks, have the same mean and variance
+        drawn = drawn[:6].repeat(12, 1)
+    data = TensorDataset(drawn[:, :8], drawn[:, 8:])
+    loader = DataLoader(data, batch_size=36 if norm else 12, shuffle=not norm, drop_last=True)
     return model, optimizer, loader, torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 10)
 
 
 def build(strategy):
     # Canonical numerics take fp32 weights.
     dtype = torch.float64 if strategy.options.lanes is None else torch.float32
-    model, optimizer, loader, scheduler = objects(dtype)
+    model, optimizer, loader, scheduler = objects(dtype, norm=Mortal.norm)
     return TrainState(model=model, optimizer=optimizer, loader=loader, schedulers=[scheduler])
 
 
@@ -58,16 +64,52 @@ class Mortal(Survivors):
     """Survivors that kill themselves at the phases of a step that the job lists."""
 
     kills: tuple = ()
+    norm = False
+    tries = 0
 
     def _at(self, phase):
         super()._at(phase)
+        self.tries += phase == "forward"
         if (self.number, int(self._told.steps), phase) in self.kills:
             os.kill(os.getpid(), 9)
+
+    def save(self, tiers):
+        """Begin a save, and die within it or within its copy to the second tier, if that is this rank's end."""
+        step = int(self._told.steps)
+        state = {"model": self.state.model, "optimizer": self.state.optimizer}
+        how = Transfer(timeout=30)
+        begun = save(f"step-{step}", **state, tiers=Tiers(tiers), async_=True, transfer=how)
+        self._at("saving")
+        if any(number == self.number and step >= first for number, first, phase in self.kills if phase == "copying"):
+            far = Path(tiers[1])
+            while not list(
+                far.glob(f"*step-{step}*")
+            ):  # the copy in the second tier has another name until it is whole
+                time.sleep(0.0005)
+            if not Path(far, f"step-{step}").exists():  # else the copy was faster, and the next step tries again
+                os.kill(os.getpid(), 9)
+        return begun
+
+
+def outcome_of(saving):
+    """Return how a save ended."""
+    try:
+        saving.wait()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "saved"
+
+
+def averaged(average, model):
+    """Update an average of weights that is no part of the model."""
+    for name, tensor in model.named_parameters():
+        average.setdefault(name, torch.zeros_like(tensor)).lerp_(tensor.detach(), 0.1)
 
 
 def main():
     given = json.loads(sys.argv[1])
-    Mortal.kills = tuple(map(tuple, given.get("kills", ())))
+    Mortal.kills, Mortal.norm = tuple(map(tuple, given.get("kills", ()))), given.get("norm", False)
+    saves, average = {}, {}
     with Mortal(build, timeout=60, zero=given.get("zero", 0), **given.get("options", {})) as survivors:
         saved, back = given.get("back", (None, None))
         for step in survivors.steps(given["steps"]):
@@ -76,17 +118,26 @@ def main():
                 save(f"{given['lines']}.checkpoint", **parts)
             if step.number == back:
                 load(f"{given['lines']}.checkpoint", **parts)
+            if "tiers" in given:
+                saves[step.number] = survivors.save(given["tiers"])
+            survivors.tries = 0
             loss = step.run(loss_of)
+            if survivors.state is not None and not given.get("zero", 0):
+                averaged(average, survivors.state.model)
             ranks = survivors.ranks
             told = {"number": survivors.number, "step": step.number, "loss": loss, "ranks": ranks, "time": time.time()}
+            told["again"] = survivors.tries - 1
             with Path(given["lines"]).open("a") as lines:
                 lines.write(json.dumps(told) + "\n")
             time.sleep(given.get("pause", 0))
+        outcomes = {step: outcome_of(saving) for step, saving in saves.items()}
+        Path(given["lines"]).with_name(f"saves.{survivors.number}").write_text(json.dumps(outcomes))
         if survivors.state is not None:
             # All ranks have arrived at the end, and stage 3 gathers the parameters from them.
             whole = summon(survivors.state.model) if given.get("zero", 0) else nullcontext()
             with whole:
                 state = {name: tensor.clone() for name, tensor in survivors.state.model.state_dict().items()}
+            state.update({f"average.{name}": tensor for name, tensor in average.items()})
             torch.save(state, f"{given['lines']}.{survivors.number}")
     os._exit(0)  # the interpreter takes seconds to end on a busy machine
 
