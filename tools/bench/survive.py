@@ -1,9 +1,11 @@
 """What it costs to be ready to lose a rank, and how long a loss takes.
 
-Each case is a job under a keeper. The first jobs, one for each ZeRO stage, alternate two kinds of steps on the same
-objects: those of `Survivors`, and plain steps of its `Strategy`, without `ready`, without copies of buffers and without
-copies of shards. The other jobs kill a rank in one step and measure the seconds from the kill to the end of the next
-step on another rank.
+Each case is a job under a keeper. The first jobs alternate two kinds of steps on the same objects: those of
+`Survivors`, and plain steps of its `Strategy`, without `ready`, without copies of buffers and without copies of shards.
+Few rows make a step that is all communication. A step of ZeRO 1 to 3 sends 1 / N of the elements to a neighbour, where
+the reduction and the gather of N ranks send 2 (N - 1) / N: its bytes are 1 + 1 / (2 (N - 1)) of those of a plain step.
+The other jobs kill a rank in one step and measure the seconds from the kill to the end of the next step on another
+rank.
 Run as `python tools/bench/survive.py`; writes docs/benchmarks/survive.md and .json.
 """
 
@@ -15,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,31 +28,37 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
+from par_checkpoint import Shadow
 from par_train import Strategy, Survivors, TrainState
 
-RANKS, WIDTH, DEPTH, ROWS, TURNS, KILLS, STEPS = 4, 1024, 8, 64, 41, 8, 30
+RANKS, WIDTH, DEPTH, TURNS, KILLS, STEPS = 4, 1024, 8, 41, 8, 30
 STAGES = (0, 1)
+FEW, MANY = 64, 2048  # rows of a batch
+PARTS = ("gradients", "ready", "copy's step")
 
 
 def main() -> None:
     """Measure both and write the page."""
     costs = []
-    for zero in STAGES:
-        times = run({"kill": None, "zero": zero})[0]
-        plain, ready = times["plain"], times["ready"]
+    for zero, rows in ((0, FEW), (0, MANY), (1, FEW), (1, MANY)):
+        times = run({"kill": None, "zero": zero, "rows": rows})[0]
+        plain, ready = times["plain"], times["with"]
         costs.append(
             {
                 "step": f"with Survivors, ZeRO {zero}",
+                "rows of a batch": rows,
                 "median ms": f"{1e3 * statistics.median(ready):.1f}",
                 "quartiles": f"{1e3 * quartile(ready, 1):.1f} to {1e3 * quartile(ready, 3):.1f}",
                 "time relative to a plain step (lower is better)": f"{ratio(ready, plain):.3f}",
+                "bytes relative to a plain step, by the formula": f"{1 + bool(zero) / (2 * (RANKS - 1)):.3f}",
+                **{f"{name}, ms": f"{1e3 * statistics.median(times[name] or [0]):.1f}" for name in PARTS},
             }
         )
     drawn = random.Random(0)
     seconds = []
     for number in range(KILLS):
         kill = [drawn.randrange(RANKS), drawn.randrange(5, STEPS - 5), drawn.choice(["forward", "reduced", "passed"])]
-        found = run({"kill": kill, "zero": STAGES[number % len(STAGES)]})
+        found = run({"kill": kill, "zero": STAGES[number % len(STAGES)], "rows": FEW})
         killed = next(each["killed"] for each in found if "killed" in each)
         seconds.append(min(each["ended"] for each in found if "ended" in each) - killed)
     losses = {
@@ -62,8 +71,10 @@ def main() -> None:
         Section(
             title="A step without a loss",
             note=(
-                f"{RANKS} gloo ranks train {elements / 1e6:.1f} M fp32 parameters with AdamW, {ROWS} rows in a "
-                f"batch. {TURNS} turns have a step of each kind. The ratio is the median over the turns."
+                f"{RANKS} gloo ranks train {elements / 1e6:.1f} M fp32 parameters with AdamW. "
+                f"{TURNS} turns have a step of each kind. A ratio is the median over the turns. The last "
+                "columns are parts of a step with Survivors on one rank: gradients to the neighbour, `ready` with the "
+                "wait for other ranks, and the copy's step."
             ),
             rows=costs,
         ),
@@ -91,8 +102,9 @@ def run(given: dict[str, object]) -> list[dict[str, Any]]:
 def build(_: Strategy) -> TrainState:
     """Make the objects of an epoch."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))
-    drawn = torch.randn(4 * ROWS, WIDTH)
-    loader = DataLoader(TensorDataset(drawn, drawn), batch_size=ROWS, drop_last=True)
+    rows = Mortal.rows
+    drawn = torch.randn(4 * rows, WIDTH)
+    loader = DataLoader(TensorDataset(drawn, drawn), batch_size=rows, drop_last=True)
     return TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters()), loader=loader)
 
 
@@ -106,6 +118,7 @@ class Mortal(Survivors):
 
     kill: list[object] | None = None
     folder = ""
+    rows = FEW
 
     def _at(self, phase: str) -> None:
         super()._at(phase)
@@ -128,11 +141,26 @@ class Mortal(Survivors):
         state.optimizer.zero_grad()
 
 
+def timed(act: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
+    """Return a function that also adds the seconds of each call to a list."""
+
+    def call(*args: Any) -> Any:
+        begin = time.perf_counter()
+        outcome = act(*args)
+        seconds.append(time.perf_counter() - begin)
+        return outcome
+
+    return call
+
+
 def train() -> None:
     """Train on a rank, and write what it has measured."""
     given = json.loads(sys.argv[1])
-    Mortal.kill, Mortal.folder = given["kill"], given["folder"]
-    times: dict[str, list[float]] = {"plain": [], "ready": []}
+    Mortal.kill, Mortal.folder, Mortal.rows = given["kill"], given["folder"], given["rows"]
+    times: dict[str, list[float]] = {"plain": [], "with": [], **{name: [] for name in PARTS}}
+    places = ((Shadow, "exchange_gradients"), (Mortal, "_agree"), (Shadow, "step"))
+    for (holder, method), part in zip(places, PARTS, strict=True):
+        setattr(holder, method, timed(getattr(holder, method), times[part]))
     ended: float | None = None  # when the first step after the loss ended
     with Mortal(build, timeout=120, zero=given["zero"]) as survivors:
         for step in survivors.steps(STEPS if given["kill"] else TURNS + 3):
@@ -142,7 +170,7 @@ def train() -> None:
             if not given["kill"]:
                 survivors.plain_step()
                 if step.number >= 3:  # the first steps allocate memory
-                    times["ready"].append(middle - begin)
+                    times["with"].append(middle - begin)
                     times["plain"].append(time.perf_counter() - middle)
             if len(survivors.ranks) < RANKS and ended is None:
                 ended = time.time()
