@@ -12,9 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from par_train.examples.grpo.__main__ import main, read_options
+from par_train.examples.grpo.__main__ import RankProcesses, main, read_options
 from par_train.examples.grpo.roles import generate, group_advantages, open_store, policy_loss
 from par_train.examples.grpo.task import Samples, draw_prompts, rewards_of, write_model
+
+pytest.importorskip("transformers", minversion="5.4")
 
 
 def test_rewards_count_the_correct_digits_of_a_sum():
@@ -49,6 +51,7 @@ def test_policy_loss_has_no_gradient_beyond_the_clip():
         (["--tensor=3", "--ranks=3"], "--tensor 3: pass a divisor of 4 heads"),
         (["--prompts=5"], "--prompts 5: the 2 replicas must divide it"),
         (["--samples=1"], "--samples 1: a group of one answer has no advantages"),
+        (["--lag=-1"], "--lag -1: every sample would be too old; pass 0 or more"),
         (["--base=99"], "--base 99: pass 2 to 36"),
         (["--generators=0"], "--generators 0: pass 1 or more"),
         (["--role=train"], "--role train: it needs the address of the store; pass --at"),
@@ -58,6 +61,41 @@ def test_sizes_that_do_not_fit_raise_before_any_rank_starts(arguments, message, 
     with pytest.raises(SystemExit):
         read_options([str(tmp_path), *arguments])
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("starts", "restarts", "polled"),
+    [
+        ([[None, None]], 1, [None]),
+        ([[0, None]], 1, [None]),
+        ([[0, 0]], 1, [0]),
+        ([[None, -9], [0, 0]], 1, [None, 0]),
+        ([[1, -9], [None, -9]], 1, [None, -9]),
+        ([[2, -9], [0, 0]], 1, [None, 0]),  # the error comes from the death of the other rank
+        ([[2, 2]], 1, [2]),  # a mistake of the user, which another start would repeat
+    ],
+)
+def test_ranks_start_again_together_after_a_death(starts, restarts, polled, monkeypatch):
+    codes = [code for start in starts for code in start]
+    stopped = []
+
+    class Process:
+        def __init__(self, command, env, **_):
+            self.code = codes.pop(0)
+
+        def poll(self):
+            return self.code
+
+        def kill(self):
+            stopped.append(self)
+
+        def wait(self):
+            assert self in stopped
+
+    monkeypatch.setattr(subprocess, "Popen", Process)
+    job = RankProcesses("trainer", [], 2, restarts)
+    assert [job.poll() for _ in polled] == polled
+    assert codes == []
 
 
 @pytest.mark.ranks(1, init=False)

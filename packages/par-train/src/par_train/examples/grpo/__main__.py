@@ -59,6 +59,8 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: pass 1 or more")
     if not 2 <= options.base <= len(DIGITS):
         parser.error(f"--base {options.base}: pass 2 to {len(DIGITS)}")
+    if options.lag < 0:
+        parser.error(f"--lag {options.lag}: every sample would be too old; pass 0 or more")
     if options.samples < 2:
         parser.error("--samples 1: a group of one answer has no advantages; pass 2 or more")
     if options.ranks % options.tensor:
@@ -175,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             case "generate":
                 return generate(options)
         return start_all(options, arguments)
-    except ValueError as error:  # on every rank, and one of them says it
+    except (ValueError, ImportError) as error:  # on every rank, and one of them says it
         if os.environ.get("RANK", "0") == "0":
             print(f"grpo: {error}", file=sys.stderr)
         return MISTAKE
