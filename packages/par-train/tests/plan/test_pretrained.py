@@ -170,6 +170,52 @@ def test_what_one_device_keeps():
     assert packed - plain == pytest.approx(most - least, rel=CLOSE), "masks, and keys copied for the queries"
 
 
+TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 2}
+
+
+def with_tower(family):
+    """A vision-language model whose encoder of images has more layers than its language model."""
+    text = {**TEXT, "num_hidden_layers": 3}
+    vision = transformers.SiglipVisionConfig(**TOWER, image_size=8, patch_size=4)
+    if family == "Gemma3":
+        text = transformers.Gemma3TextConfig(**text, head_dim=16)
+        config = transformers.Gemma3Config(vision_config=vision, text_config=text, mm_tokens_per_image=4)
+    elif family == "Llava":
+        config = transformers.LlavaConfig(vision_config=vision, text_config=transformers.LlamaConfig(**text))
+    else:
+        vision = {**TOWER, "depth": 6, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4}
+        rope = {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 10000.0}
+        config = transformers.Qwen3VLConfig(
+            vision_config={**vision, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+            text_config={**text, "head_dim": 16, "rope_parameters": rope},
+        )
+    return getattr(transformers, f"{family}ForConditionalGeneration")(config)
+
+
+@pytest.mark.filterwarnings("ignore:.*Qwen3VL.* shards no layer:UserWarning")
+@pytest.mark.ranks(1)
+def test_vision_language_models_keep_what_was_predicted_for_text():
+    for family in ("Llava", "Gemma3", "Qwen3VL"):
+        torch.manual_seed(0)
+        with Strategy() as strategy:
+            with torch.device("meta"):
+                whole = with_tower(family)
+            planned = PretrainedShape(whole, context=CONTEXT)
+            made = predict(planned, strategy.groups.topology, JOB, GLOO).ranks[0]
+            model = with_tower(family)
+            model, optimizer = strategy.initialize(model, torch.optim.AdamW(model.parameters()))
+            for _ in range(2):
+                with SavedPeak(model.parameters()) as saved:
+                    strategy.execute_pipeline(iter([batch()]), model.train(), None, optimizer)
+                    optimizer.step()
+                optimizer.zero_grad()
+        assert planned.layers == 3, family
+        assert made.memory.parameters == sum(each.nbytes for each in model.parameters()), family
+        logits = 4 * ROWS * CONTEXT * 101
+        assert made.memory.activations + logits == pytest.approx(saved.peak, rel=CLOSE), family
+        assert "without images" in planned.describe()
+
+
 @pytest.mark.ranks(2, timeout=120)
 def test_stages_send_and_keep_what_was_predicted():
     """Messages are not collectives, and are seen where they leave; what this rank sends, the other one receives."""

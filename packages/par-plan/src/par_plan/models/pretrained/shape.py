@@ -119,6 +119,7 @@ class PretrainedShape:
         return (
             f"{self.parameters:.4g} parameters: {type(self.model).__name__}, {self.layers} layers, width {self.width}, "
             f"{self._structure.config.num_attention_heads} heads, context {self.context}, vocabulary {self.vocabulary}"
+            + (", without images" if hasattr(self.model.config, "vision_config") else "")
             + (", packed rows" if self.packed else "")
             + (", activation checkpointing" if self.checkpointing else "")
         )

@@ -231,7 +231,9 @@ def alone(tensor: Mapping[str, Any], ranks: int, spread: ExpertPlacement | None 
 
 
 def _layers_of(model: nn.Module) -> str:
-    """Return the name of the list of layers: the nn.ModuleList with most parameters.
+    """Return the name of the list of layers: the nn.ModuleList with most parameters, next to the embedding's table.
+
+    The encoder of images of a small vision-language model may have more.
 
     Raises:
         TypeError: There is none.
@@ -241,6 +243,10 @@ def _layers_of(model: nn.Module) -> str:
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList)
     }
+    table = model.get_input_embeddings()  # type: ignore[operator]  # of transformers
+    around = next(name for name, module in model.named_modules() if module is table).rpartition(".")[0]
+    of_text = {name: size for name, size in sizes.items() if size and name.startswith(f"{around}.".lstrip("."))}
+    sizes = of_text or sizes
     if not sizes or not max(sizes.values()):
         raise TypeError(
             f"{type(model).__name__} has no nn.ModuleList of layers, whose activations could be counted one by one; "
