@@ -3,11 +3,13 @@
 import math
 import random
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from par_checkpoint.live.digest import MODULUS, digest_of_box
+from par_checkpoint.live.requests import count_of_words, takers_of, words_of_givers
 from par_checkpoint.live.wanted import MemoryPiece, PieceRequests, Wanted, halved, pieces_of, wire_dtype
 from par_groups import Box, Claims, Sharding, merge_claims
 from par_groups.sharding.held import by_shape
@@ -227,3 +229,16 @@ def test_digest_sees_swapped_flipped_and_lost_elements():
     found = {digest_of_box(each, (0, 0), (3, 4)) for each in (values, swapped, flipped, values.flip(0))}
     found.add(digest_of_box(values[:2], (0, 0), (3, 4)))
     assert len(found) == 5
+
+
+@pytest.mark.parametrize("size", [1, 2, 62, 63, 130])
+def test_givers_find_their_takers_in_a_sum(size):
+    rng = random.Random(size)
+    ranks = [SimpleNamespace(rank=rank, size=size) for rank in range(size)]
+    givers = [set(rng.sample(range(size), rng.randrange(size + 1))) for _ in range(size)]
+    givers[0] = {*range(size)}  # all bits of an integer
+    words = [words_of_givers(each, of) for each, of in zip(givers, ranks, strict=True)]
+    assert {len(each) for each in words} == {count_of_words(ranks[0])}
+    sums = torch.tensor(words).sum(0).tolist()  # in 64 bits, as ranks add
+    for of in ranks:
+        assert takers_of(sums, of) == [taker for taker in range(size) if of.rank in givers[taker]]
