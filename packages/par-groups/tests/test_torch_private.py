@@ -29,6 +29,21 @@ def test_what_is_used_of_a_running_world_is_there():
     assert called.group_name == "mine"
 
 
+def test_reset_of_names_repairs_a_start_that_failed():
+    def start(ranks):
+        store, span = dist.HashStore(), timedelta(seconds=0.2)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=ranks, timeout=span)
+
+    with pytest.raises(RuntimeError):
+        start(2)  # the other rank never comes
+    _torch_private.reset_group_names()
+    start(1)
+    try:
+        assert dist.group.WORLD.group_name == "0"
+    finally:
+        dist.destroy_process_group()
+
+
 def test_a_strided_shard_has_a_factor_and_others_have_none():
     assert _torch_private.split_factor(_StridedShard(0, split_factor=3)) == 3
     assert _torch_private.split_factor(Shard(0)) is None

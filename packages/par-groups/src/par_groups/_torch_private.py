@@ -40,6 +40,15 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
     return timeout
 
 
+def reset_group_names() -> None:
+    """Give the next world of this process the name that it has in a new process. There must be no world.
+
+    `_world.group_count`, in torch 2.11 to 2.13. A name is a part of the keys under which ranks meet in the store. torch
+    resets the count in `destroy_process_group` only, and a start that has failed cannot be destroyed.
+    """
+    torch.distributed.distributed_c10d._world.group_count = 0
+
+
 def hooks_of(optimizer: Optimizer) -> dict[str, Any]:
     """Return the attributes in which an optimizer stores its registered hooks, by name.
 

@@ -2,7 +2,7 @@
 
 The argument is JSON: "kills" has lists of number, step and phase; "steps" and "zero" are those of the run;
 "back" has a step before which the run is saved, and one before which this checkpoint is loaded; "tiers" has folders to
-which each step saves in the background; "norm" makes the run one with BatchNorm.
+which each step saves in the background; "norm" makes the run one with BatchNorm and an average of weights.
 """
 
 import json
@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -110,7 +111,15 @@ def main():
     given = json.loads(sys.argv[1])
     Mortal.kills, Mortal.norm = tuple(map(tuple, given.get("kills", ()))), given.get("norm", False)
     saves, average = {}, {}
-    with Mortal(build, timeout=60, zero=given.get("zero", 0), **given.get("options", {})) as survivors:
+    mortal = Mortal(build, timeout=60, zero=given.get("zero", 0), **given.get("options", {}))
+    barrier = dist.barrier
+
+    def connected():
+        mortal._at("connected")  # the first barrier of an epoch shows that all ranks have connected
+        barrier()
+
+    dist.barrier = connected
+    with mortal as survivors:
         saved, back = given.get("back", (None, None))
         for step in survivors.steps(given["steps"]):
             parts = {"model": survivors.state.model, "optimizer": survivors.state.optimizer}
@@ -122,7 +131,7 @@ def main():
                 saves[step.number] = survivors.save(given["tiers"])
             survivors.tries = 0
             loss = step.run(loss_of)
-            if survivors.state is not None and not given.get("zero", 0):
+            if survivors.state is not None and Mortal.norm:  # a spare would have only the steps since it joined
                 averaged(average, survivors.state.model)
             ranks = survivors.ranks
             told = {"number": survivors.number, "step": step.number, "loss": loss, "ranks": ranks, "time": time.time()}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._torch_private import gloo_sockets, shut_down_sockets, tcp_sockets
+from .._torch_private import gloo_sockets, reset_group_names, shut_down_sockets, tcp_sockets
 from ..live.launch import Environment, as_timedelta
 from .link import LINE, KeeperLink
 from .roster import OVER
@@ -96,6 +96,8 @@ class Members:
         while True:
             self.abandon()
             self.close()
+            # A start that failed has used a name, and a spare, which has had no such start, would use another one.
+            reset_group_names()
             members = self._next_members()
             if members is None:
                 return None
@@ -177,8 +179,6 @@ class Members:
             raise RuntimeError(f"a member of epoch {self.epoch} is lost; call form() again")
         store = dist.PrefixStore(f"{self._prefix}/{self.epoch}", client)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=self.place, world_size=len(members), timeout=timeout)
-        # No member continues before all have connected. If one dies on the way, all of them notice it here.
-        dist.barrier()
         self._environment = Environment(
             rank=self.place,
             world_size=len(members),
@@ -189,6 +189,9 @@ class Members:
             launcher="keeper",
             started=True,
         )
+        # No member continues before all have connected. If one dies on the way, all of them notice it here, and `close`
+        # ends the group that this one has made.
+        dist.barrier()
         return self._environment
 
     def _connect(self) -> Any:
