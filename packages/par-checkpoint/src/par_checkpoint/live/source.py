@@ -37,7 +37,7 @@ Planned = Callable[[Hashable, Callable[[], Sequence[GlobalTensor]]], Sequence[Gl
 _Pieces = dict[int, list[MemoryPiece]]
 
 _ALONE = 1 << 20  # bytes of a piece above which a copy costs more than a message, which costs gloo about 0.1 ms
-_BUFFERS = 3  # buffers each way: one is packed, one travels, and one waits for the peer
+_BUFFERS = 2  # buffers each way: one is packed while one travels; a third cost more in new pages than it saved
 # Maximum bytes of a message. Ranks on two cores took 1.2 times as much CPU time with 2 MB, and the same with 16 MB.
 _MESSAGE = 1 << 23
 _DIGESTED = 1 << 18  # elements of a digest at a time, which needs several integers for each
