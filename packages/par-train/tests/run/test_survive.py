@@ -19,7 +19,7 @@ from par_checkpoint import load, verify
 from par_data import ShardedDataLoader
 from par_train import Survivors, TrainState
 from par_train.run.survive.options import lanes_of, mean_of
-from par_train.run.survive.reports import RingPlace, is_whole
+from par_train.run.survive.reports import RankReport, RingPlace, is_whole
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="losing a rank needs Linux")
 
@@ -399,6 +399,19 @@ def test_lanes_of_a_batch_have_equal_rows():
 def test_loss_of_a_lane_as_a_sum_raises():
     with pytest.raises(ValueError, match="each lane of canonical numerics weighs the same; return a mean"):
         mean_of((torch.ones(()), 3))
+
+
+def test_update_counts_if_its_group_is_gone_after_ready():
+    def gather():
+        raise TypeError("value was None")  # as torch does for a group that was destroyed
+
+    survivors = object.__new__(Survivors)
+    survivors._told, survivors._has_formed = RankReport(steps=3, passed=3, loss=0.0, samples=1.0), True
+    update = survivors._update_of(gather)
+    update()
+    survivors._has_formed = False
+    with pytest.raises(TypeError):
+        update()
 
 
 def test_survivors_without_a_keeper_raise():

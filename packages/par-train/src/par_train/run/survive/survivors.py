@@ -448,10 +448,11 @@ class Survivors:
         def update(*args: Any, **keywords: Any) -> Any:
             try:
                 return step(*args, **keywords)
-            except RuntimeError as error:
+            except (RuntimeError, TypeError) as error:
                 # Before `ready` the step is done again. After it each shard and its copy are updated before the first
-                # message is sent, and the next epoch gathers the parameters.
-                if self._told.passed != self._told.steps:
+                # message is sent, and the next epoch gathers the parameters. torch raises a TypeError for a group that
+                # was destroyed, as it is once the next epoch has been formed.
+                if self._told.passed != self._told.steps or (isinstance(error, TypeError) and not self._has_formed):
                     raise
                 if not self._has_formed:
                     self._leave_after(error)
