@@ -2,6 +2,7 @@ import asyncio
 import os
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -88,6 +89,32 @@ def test_shut_down_sockets_of_gloo_end_a_collective_of_all_ranks():
     # A rank that has an error leaves as well, so that no rank waits for another one that has left.
     _torch_private.shut_down_sockets(_torch_private.gloo_sockets())
     assert time.monotonic() - begin < 5  # far below the timeout of the group
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_wait_for_a_peer_that_never_connects_ends():
+    # One rank of a pair listens, and the other one connects, so each of them waits in turn.
+    for waiting in (0, 1):
+        others = _torch_private.gloo_sockets()
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=60)
+        options._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)]
+        store = dist.PrefixStore(f"pair {waiting}", _torch_private.default_store())
+        gloo = dist.ProcessGroupGloo(store, dist.get_rank(), 2, options)
+        dist.barrier()
+        if dist.get_rank() == waiting:
+            with ThreadPoolExecutor(1) as pool:
+                received = pool.submit(lambda gloo=gloo, peer=1 - waiting: gloo.recv([torch.ones(1)], peer, 0).wait())
+                time.sleep(0.1)
+                begin = time.monotonic()
+                own = _torch_private.gloo_sockets().items() - others.items()
+                _torch_private.shut_down_sockets(dict(own))
+                _torch_private.end_gloo_connects(2)
+                with pytest.raises(RuntimeError, match="Connection closed by peer"):
+                    received.result(10)
+                assert time.monotonic() - begin < 5
+        # Groups that are connected do not notice it.
+        dist.barrier()
 
 
 @pytest.mark.ranks(2, backend="gloo")

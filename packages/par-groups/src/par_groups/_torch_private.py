@@ -5,6 +5,7 @@ import os
 import pickle
 import socket
 import stat
+import struct
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -125,12 +126,38 @@ def gloo_sockets() -> dict[int, int]:
     """Return the connected sockets of all gloo groups of this process: the inode of each descriptor.
 
     torch cannot end a gloo collective: in torch 2.13 `ProcessGroup.abort` returns and frees no rank. A socket that is
-    shut down ends it with an error, so the sockets have to be found. Each gloo group has one epoll descriptor, and the
-    kernel lists what it watches: one pipe, one listening TCP socket, and one TCP socket for each peer. Other loops
-    differ: asyncio wakes itself by a pair of Unix sockets, libuv by an eventfd. The listening socket is left out,
-    because gloo aborts the process if that one fails.
+    shut down ends it with an error, so the sockets have to be found. The listening sockets are left out, because gloo
+    aborts the process if one of them fails.
     """
-    found: dict[int, int] = {}
+    return {number: inode for _, connected in _gloo_loops() for number, inode in connected.items()}
+
+
+def end_gloo_connects(size: int) -> None:
+    """End the waits of all gloo groups of this process for peers that have not connected yet.
+
+    Of each pair of ranks, one listens, and waits until its timeout if the other one has died before it connected. There
+    is no socket then that could be shut down. So this connects in the place of each peer, and closes the connection.
+    A gloo peer first sends the number of the pair, 8 bytes; a listening socket numbers its pairs from 0 (torch 2.11 to
+    2.13). gloo keeps connections of pairs that do not wait, which end when they begin to.
+
+    Args:
+        size: Number of ranks of the largest group.
+    """
+    for listening, _ in _gloo_loops():
+        with suppress(OSError), socket.socket(fileno=os.dup(listening)) as copy:
+            address = copy.getsockname()[:2]
+            for pair in range(size):
+                with socket.create_connection(address, timeout=1) as peer:
+                    peer.sendall(struct.pack("=q", pair))
+
+
+def _gloo_loops() -> Iterator[tuple[int, dict[int, int]]]:
+    """Yield the listening socket of each gloo group, and its connected sockets: the inode of each descriptor.
+
+    Each gloo group has one epoll descriptor, and the kernel lists what it watches: one pipe, one listening TCP socket,
+    and one TCP socket for each peer. Other loops differ: asyncio wakes itself by a pair of Unix sockets, libuv by an
+    eventfd.
+    """
     for each in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # a descriptor may be closed at any time, also the one of this listing
             if str(each.readlink()) != "anon_inode:[eventpoll]":
@@ -142,8 +169,7 @@ def gloo_sockets() -> dict[int, int]:
             pipes = [number for number in watched if stat.S_ISFIFO(states[number].st_mode)]
             listening = [number for number in sockets if _is_listening(number)]
             if len(pipes) == len(listening) == 1 and len(watched) == 1 + len(sockets) and all(map(_is_tcp, sockets)):
-                found |= {number: states[number].st_ino for number in sockets if number not in listening}
-    return found
+                yield listening[0], {number: states[number].st_ino for number in sockets if number not in listening}
 
 
 def tcp_sockets() -> dict[int, int]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._torch_private import gloo_sockets, reset_group_names, shut_down_sockets, tcp_sockets
+from .._torch_private import end_gloo_connects, gloo_sockets, reset_group_names, shut_down_sockets, tcp_sockets
 from ..live.launch import Environment, as_timedelta
 from .link import LINE, KeeperLink
 from .roster import OVER
@@ -116,7 +116,7 @@ class Members:
         The groups cannot be used any more.
         """
         with self._lock:
-            shut_down_sockets(gloo_sockets() | self._of_store)
+            self._end_collectives()
 
     def is_broken(self, within: float = 5.0) -> bool:
         """Return whether a member of this epoch is lost; the keeper may report it some moments after an error.
@@ -136,6 +136,12 @@ class Members:
         """Report progress. The keeper kills a rank that reports none for long while others are further."""
         self._count += 1
         self._line.send(f"at {self.epoch} {self._count}")
+
+    def _end_collectives(self) -> None:
+        """See `abandon`. The lock is held, so that no other epoch begins in between."""
+        # The store first: a group that does not listen yet finds no peer without it.
+        shut_down_sockets(self._of_store | gloo_sockets())
+        end_gloo_connects(len(self.ranks))
 
     def _next_members(self) -> tuple[int, ...] | None:
         """Return the members of the next epoch that this rank is in, after all that live have arrived."""
@@ -213,11 +219,8 @@ class Members:
                 # A rank whose peer is silent, such as one behind a broken network, would wait until its timeout.
                 with self._lock:
                     self._left = int(value)
-                    is_own = self._left >= self.epoch
-                    if is_own:
+                    if self._left >= self.epoch:
                         self._broken.set()
-                # `abandon` takes the lock itself.
-                if is_own:
-                    self.abandon()
+                        self._end_collectives()
             else:  # the keeper has ended, and the kernel ends this process
                 return
