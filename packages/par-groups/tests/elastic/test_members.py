@@ -78,6 +78,42 @@ for epoch in range(51):
         assert late["rss"] <= early["rss"] + 20e6  # an epoch that stayed would keep 8 MB of stack for each thread
 
 
+@pytest.mark.storm
+def test_ranks_that_die_while_they_connect_hold_up_no_other(tmp_path):
+    script = """
+import random, threading
+
+start = members._start
+def start_and_die(ranks, timeout):
+    if members.number >= 2 and members.epoch < 40:
+        threading.Timer(random.random() ** 2 * 0.06, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    return start(ranks, timeout)
+members._start = start_and_die
+
+while True:
+    begin = time.monotonic()
+    if members.form(timeout=60) is None:
+        break
+    tell(epoch=members.epoch, took=time.monotonic() - begin)
+    try:
+        more = torch.zeros(())
+        while not more:
+            time.sleep(0.01)
+            more.fill_(members.spares if members.place == 0 else 0)
+            dist.all_reduce(more)
+            members.report()
+            if members.epoch >= 40:
+                os._exit(0)
+    except RuntimeError:
+        pass
+"""
+    job = Job(tmp_path, script, "--ranks=3", "--restarts=200")
+    assert job.end(240) == [0]
+    took = [each["took"] for each in job.told if each["number"] < 2]
+    assert len(took) > 40
+    assert max(took) < 30  # most take 20 ms; a wait for a dead peer would end at the timeout
+
+
 def test_members_without_a_keeper_raise_an_error():
     with pytest.raises(RuntimeError, match=r"no keeper has started this process.*python -m par_groups\.elastic"):
         Members({})
