@@ -94,7 +94,7 @@ def test_heads_that_no_stage_is_said_to_have_are_refused():
     }
     messages = {  # a classifier takes the last token that is no padding, which token ids alone show
         "score": "the last stage returns other values than the full model",
-        "qa_outputs": "on the first stage, its code needs values that the stage lacks",
+        "qa_outputs": "on the first stage, its code lacks values",
     }
     ranks = torch.distributed.get_world_size()
     parallel = {"pipeline": 2, **({"tensor": {"size": 2, "mode": "1d"}} if ranks == 4 else {})}

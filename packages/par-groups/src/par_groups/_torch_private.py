@@ -135,8 +135,8 @@ def gloo_sockets() -> dict[int, int]:
 def end_gloo_connects(size: int) -> None:
     """End the waits of all gloo groups of this process for peers that have not connected yet.
 
-    Of each pair of ranks, one listens, and waits until its timeout if the other one has died before it connected. There
-    is no socket then that could be shut down. So this connects in the place of each peer, and closes the connection.
+    Of each pair of ranks, one listens. If the other one dies before it connects, the first one waits until its timeout,
+    and there is no socket that could be shut down. So this connects in the place of each peer, and closes at once.
     A gloo peer first sends the number of the pair, 8 bytes; a listening socket numbers its pairs from 0 (torch 2.11 to
     2.13). gloo keeps connections of pairs that do not wait, which end when they begin to.
 

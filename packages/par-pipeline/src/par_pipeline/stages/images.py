@@ -23,13 +23,13 @@ def problem_of_images(model: nn.Module, plan: StagePlan, layers: str) -> str:
         layers: Name of its list of layers.
 
     Returns:
-        What differs between the stages and the full model; empty if nothing does.
+        The difference between the stages and the full model; empty if there is none.
     """
     try:
         with torch.no_grad():
             return _ImageTrial(model, plan, layers).problem()
     except Exception as error:  # the code of a model may raise anything
-        return f"its code does not accept an image of the trial ({line_of(error, model)} raises {type(error).__name__})"
+        return f"its code refuses the image of the trial ({line_of(error, model)} raises {type(error).__name__})"
 
 
 class _ImageTrial:

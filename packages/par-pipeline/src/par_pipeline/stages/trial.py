@@ -127,8 +127,7 @@ class _StageTrial:
             output = model(*args, **keywords)
         except Exception as error:  # the code of a model may raise anything
             self.problem = (
-                f"its code needs values that the stage lacks, such as token ids or results of other layers "
-                f"({line_of(error, model)} raises {type(error).__name__})"
+                f"its code lacks values, such as token ids ({line_of(error, model)} raises {type(error).__name__})"
             )
             return None
         return output if isinstance(output, Tensor) else output[0]
