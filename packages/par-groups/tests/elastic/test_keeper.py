@@ -40,6 +40,7 @@ def test_exit_code_of_a_rank_that_fails_is_the_keepers(tmp_path):
 def test_job_fails_although_its_spare_ends_well(tmp_path):
     job = Job(tmp_path, "steps(40, lambda s: os._exit(7))", "--ranks=1", "--spares=1")
     assert job.end() == [7]
+    assert "no rank with the state is left; start the job again from its checkpoint" in job.errors[0]
 
 
 @pytest.mark.storm

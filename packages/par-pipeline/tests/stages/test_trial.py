@@ -202,7 +202,9 @@ def test_stages_that_would_compute_other_values_are_refused(kind):
 def test_stages_of_a_model_without_layers_or_embeds_are_refused():
     with pytest.raises(TypeError, match=r"NoLayers has no _pp_plan and no nn\.ModuleList of layers"):
         stages_of(NoLayers(2, 2), 2)
-    with pytest.raises(TypeError, match=r"stage, its code lacks values, .* \(test_trial.py:\d+ raises AttributeError\)"):
+    with pytest.raises(
+        TypeError, match=r"stage, its code lacks values, .* \(test_trial.py:\d+ raises AttributeError\)"
+    ):
         stages_of(TakesIds(), 2)
 
 

@@ -244,6 +244,8 @@ class Keeper:
                 # If the ranks that went on have ended well, a rank that was lost on the way fails nothing. A spare that
                 # was never needed ends well in any case.
                 is_well = not verdict.failed and (0 in codes or verdict.over)
+                if verdict.failed:
+                    _log.error("no rank with the state is left; start the job again from its checkpoint")
                 return 0 if is_well else next((code for code in codes if code > 0), 1)
 
     def _look_at(self, number: int, rank: _Rank, verdict: Verdict) -> State:
