@@ -248,7 +248,7 @@ def test_finished_updates_leave_no_keys(rendezvous):
             publisher.publish(version)
             polled(receiver).apply()
     keys = {key.removeprefix("par_checkpoint/weights/") for key in store.list_keys() if "weights" in key}
-    assert keys == {"publishers", "newest", "1/ranks", "1/updates"}
+    assert keys == {"publishers", "newest", "1/ranks", "1/updates", "1/closed"}
 
 
 SCRIPT = """
