@@ -135,7 +135,7 @@ def main():
                 averaged(average, survivors.state.model)
             ranks = survivors.ranks
             told = {"number": survivors.number, "step": step.number, "loss": loss, "ranks": ranks, "time": time.time()}
-            told["again"] = survivors.tries - 1
+            told |= {"again": survivors.tries - 1, "pid": os.getpid()}
             with Path(given["lines"]).open("a") as lines:
                 lines.write(json.dumps(told) + "\n")
             time.sleep(given.get("pause", 0))

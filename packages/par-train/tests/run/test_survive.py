@@ -337,15 +337,17 @@ def test_random_kills_by_the_clock(tmp_path, trial):
         ranks = lines[-1]["ranks"]
         if len(ranks) < 2 or len(pids) < 3:
             continue
-        killed = time.time()
-        os.kill(int(rng.choice(pids)), signal.SIGKILL)
+        victim, killed = int(rng.choice(pids)), time.time()
+        os.kill(victim, signal.SIGKILL)
         kills += 1
+        number = next((each["number"] for each in lines if each["pid"] == victim), None)
         while job.poll() is None and time.monotonic() < deadline:
-            later = [each["time"] for each in lines_of(tmp_path) if each["time"] > killed + 0.05]
-            # The next rank may be lost only when others have its state again. A spare that dies changes no ranks.
-            healed = lines_of(tmp_path)[-1]["ranks"] != ranks or time.time() - killed > 10
-            if later and healed:
-                seconds.append(later[0] - killed)
+            later = [each for each in lines_of(tmp_path) if each["time"] > killed + 0.05]
+            # The next rank may be lost only when others have its state again: after a step without it. A process that
+            # has not written yet is a spare, or has just joined.
+            healed = number is not None and any(number not in each["ranks"] for each in later)
+            if later and (healed or time.time() - killed > 10):
+                seconds.append(later[0]["time"] - killed)
                 break
             time.sleep(0.02)
     told = end(tmp_path, job, steps=steps, timeout=240)
