@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .trial import LayerCall, RecordingLayer, line_of, small_copy
+from .trial import CallRecorder, kinds_of_stages, line_of, small_copy
 from .twins import EMBEDS, TOWER, Absent, StagePlan, split
 
 
@@ -43,12 +43,8 @@ class _ImageTrial:
 
     def __init__(self, model: nn.Module, plan: StagePlan, layers: str) -> None:
         self._plan, self._layers = plan, layers
-        self._calls: list[LayerCall] = []
-        self._hidden: Tensor | None = None
-        values = len(plan[layers][1])
-        every = enumerate(model.get_submodule(layers).children())
-        own = nn.ModuleList(RecordingLayer(each, values, number, self.received) for number, each in every)
-        self._count = len(own)
+        self._seen = CallRecorder()
+        own = self._seen.in_place_of(model.get_submodule(layers), len(plan[layers][1]))
         self._copy: Any = small_copy(model, layers, own)
         for name, (takes, gives) in plan.items():
             if takes == TOWER:  # the features may have any values, since only what else reaches the layers is compared
@@ -58,29 +54,18 @@ class _ImageTrial:
                 setattr(self._copy.get_submodule(parent), child, Absent())
         self._ids, self._keywords = _example(self._copy)
 
-    def received(self, call: LayerCall) -> Tensor:
-        """Register a call of a layer, and return the hidden states that go on to the next layer."""
-        self._calls.append(call)
-        # The same values for every stage, so that masks and positions differ only if they depend on the images.
-        if self._hidden is None:
-            self._hidden = torch.rand(call.hidden.shape, generator=torch.Generator().manual_seed(0))
-        return self._hidden
-
     def problem(self) -> str:
         """Return what differs; empty if nothing does."""
         self._copy(input_ids=self._ids, use_cache=False, **self._keywords)
-        whole, count = self._calls, self._count
+        whole = self._seen.calls
         # What par-train passes to every stage of such a model.
         keywords = {**self._keywords, **_positions(self._copy, self._ids, self._keywords)}
-        for name, run in {"first": range(count - 1), "middle": range(1, count - 1), "last": range(1, count)}.items():
-            if not run:
-                continue
-            self._calls = []
+        for name, run in kinds_of_stages(self._seen.count):
+            self._seen.calls = []
             (stage,) = split(self._copy, self._plan, self._layers, [run])
-            stage(self._ids if name == "first" else self._hidden, **keywords)
-            for call, of_whole in zip(self._calls, whole[run.start : run.stop], strict=True):
-                if argument := of_whole.difference(call):
-                    return f"on the {name} stage, with an image, layer {call.number} receives another {argument!r}"
+            stage(self._ids if name == "first" else self._seen.hidden, **keywords)
+            if difference := self._seen.difference(whole[run.start : run.stop]):
+                return f"on the {name} stage, with an image, {difference}"
         return ""
 
 

@@ -7,7 +7,7 @@ identities replace the layers, shows both: it runs once with token ids, and once
 
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,18 +71,13 @@ class _StageTrial:
     def __init__(self, model: nn.Module, layers: str, values: int) -> None:
         self.layers, self.problem = layers, ""
         self.plan: StagePlan = {layers: (["hidden_states"], ["hidden_states"] * values)}
-        self._calls: list[LayerCall] = []
-        self._hidden: Tensor | None = None
-        self._own = [
-            RecordingLayer(each, values, number, self.received)
-            for number, each in enumerate(model.get_submodule(layers).children())
-        ]
-        self._copy = small_copy(model, layers, nn.ModuleList(self._own))
+        self._seen = CallRecorder()
+        self._copy = small_copy(model, layers, self._seen.in_place_of(model.get_submodule(layers), values))
         around = dict(_around(self._copy, layers))
         moments: dict[str, set[int]] = {name: set() for name in around}
         for name, module in around.items():
             for each in module.modules():
-                each.register_forward_hook(lambda *_, name=name: moments[name].add(len(self._calls)))
+                each.register_forward_hook(lambda *_, name=name: moments[name].add(len(self._seen.calls)))
         self._ids = torch.arange(ROWS * TIME).view(ROWS, TIME) % IDS
         padding = getattr(getattr(model, "config", None), "pad_token_id", None)
         if isinstance(padding, int):
@@ -91,38 +86,26 @@ class _StageTrial:
         outputs = self._run(
             self._copy, input_ids=self._ids, **({"use_cache": False} if takes(self._copy, "use_cache") else {})
         )
-        self._whole, self._logits, self.reached = self._calls, outputs, len(self._calls)
+        self._whole, self._logits, self.reached = self._seen.calls, outputs, len(self._seen.calls)
         self.problem = self.problem or self._problem_of_chain(moments)
-
-    def received(self, call: "LayerCall") -> Tensor:
-        """Register a call of a layer, and return the hidden states that go on to the next layer."""
-        self._calls.append(call)
-        if self._hidden is None:  # values that no other code has, so that stages show where hidden states are used
-            self._hidden = torch.rand(call.hidden.shape, generator=torch.Generator().manual_seed(0))
-        return self._hidden
 
     def problem_of_stages(self) -> str:
         """Run the model as its first, a middle and its last stage; return the difference to the full model."""
-        count = len(self._own)
-        runs = {"first": range(count - 1), "middle": range(1, count - 1), "last": range(1, count)}
-        for name, run in runs.items():
-            if count < 2 or not run:
-                continue
+        for name, run in kinds_of_stages(self._seen.count):
             (stage,) = split(self._copy, self.plan, self.layers, [run])
-            entered = self._ids if name == "first" else self._hidden
+            entered = self._ids if name == "first" else self._seen.hidden
             output = self._run(stage, entered)
             if self.problem:
                 return f"on the {name} stage, {self.problem}"
-            for call, whole in zip(self._calls, self._whole[run.start : run.stop], strict=True):
-                if argument := whole.difference(call):
-                    return f"on the {name} stage, layer {call.number} receives another {argument!r}"
-            if not _is_equal(output, self._logits if name == "last" else self._hidden):
+            if difference := self._seen.difference(self._whole[run.start : run.stop]):
+                return f"on the {name} stage, {difference}"
+            if not _is_equal(output, self._logits if name == "last" else self._seen.hidden):
                 return f"the {name} stage returns other values than the full model"
         return ""
 
     def _run(self, model: nn.Module, *args: Any, **keywords: Any) -> Any:
         """Return the first output of a model, or set `problem`."""
-        self._calls = []
+        self._seen.calls = []
         try:
             output = model(*args, **keywords)
         except Exception as error:  # the code of a model may raise anything
@@ -134,12 +117,12 @@ class _StageTrial:
 
     def _problem_of_chain(self, moments: dict[str, set[int]]) -> str:
         """Return why the layers are no chain, and complete the plan with the modules around them."""
-        count = len(self._own)
-        if [call.number for call in self._calls] != [*range(count)]:
+        count, calls = self._seen.count, self._seen.calls
+        if [call.number for call in calls] != [*range(count)]:
             return "they do not run once each, in their order"
-        if any(call.has_other for call in self._calls):
+        if any(call.has_other for call in calls):
             return "a layer receives more than hidden states from the layer before"
-        if any(call.hidden is not self._hidden for call in self._calls[1:]):
+        if any(call.hidden is not self._seen.hidden for call in calls[1:]):
             return "the model changes hidden states between them"
         before: StagePlan = {}
         for name, when in moments.items():
@@ -176,30 +159,77 @@ class LayerCall:
         return next((name for name in names if not _is_equal(self.others.get(name), call.others.get(name))), "")
 
 
+class CallRecorder:
+    """The calls of the layers of a copy, which return the same hidden states in each run.
+
+    Attributes:
+        calls: Calls of the present run.
+        hidden: Hidden states that each layer returns; None before the first call.
+        count: Number of layers.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[LayerCall] = []
+        self.hidden: Tensor | None = None
+        self.count = 0
+
+    def in_place_of(self, layers: nn.Module, values: int) -> nn.ModuleList:
+        """Return an identity in place of each layer, which records its calls.
+
+        Args:
+            layers: List of the layers.
+            values: Number of values that each layer returns.
+        """
+        own = [_RecordingLayer(each, values, number, self) for number, each in enumerate(layers.children())]
+        self.count = len(own)
+        return nn.ModuleList(own)
+
+    def received(self, call: LayerCall) -> Tensor:
+        """Record a call of a layer, and return the hidden states that go on to the next layer."""
+        self.calls.append(call)
+        # Values that no other code has, so that stages show where hidden states are used. They are the same for every
+        # stage, so that masks and positions differ only if they depend on something else.
+        if self.hidden is None:
+            self.hidden = torch.rand(call.hidden.shape, generator=torch.Generator().manual_seed(0))
+        return self.hidden
+
+    def difference(self, whole: Sequence[LayerCall]) -> str:
+        """Return the first difference of a stage's calls to those of the same layers in the full model, or nothing."""
+        for call, of_whole in zip(self.calls, whole, strict=True):
+            if argument := of_whole.difference(call):
+                return f"layer {call.number} receives another {argument!r}"
+        return ""
+
+
+def kinds_of_stages(count: int) -> Iterator[tuple[str, range]]:
+    """Yield the kinds of stages that a model of so many layers has, each with its longest run of layers."""
+    runs = {"first": range(count - 1), "middle": range(1, count - 1), "last": range(1, count)}
+    yield from ((name, run) for name, run in runs.items() if run)
+
+
 class _OtherValue:
     """A value that a layer returns in addition to hidden states."""
 
 
-class RecordingLayer(Absent):
-    """Identity that registers its arguments.
+class _RecordingLayer(Absent):
+    """Identity that records its arguments.
 
     Args:
         layer: The layer in whose place it is.
         values: Number of values that the layer returns.
         number: Position of the layer.
-        received: Function that registers a call, and returns the hidden states that go on to the next layer.
+        seen: Recorder of the calls.
     """
 
-    def __init__(self, layer: nn.Module, values: int, number: int, received: Callable[[LayerCall], Tensor]) -> None:
+    def __init__(self, layer: nn.Module, values: int, number: int, seen: CallRecorder) -> None:
         super().__init__(layer, values)
-        self._number = number
-        self._received = received
+        self._number, self._seen = number, seen
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
-        """Register the arguments, and return the trial's hidden states."""
+        """Record the arguments, and return the recorder's hidden states."""
         hidden, *others = args or (keywords.pop("hidden_states"),)
         named = {**{f"argument {position}": each for position, each in enumerate(others, 1)}, **keywords}
-        return self.returned(self._received(LayerCall(self._number, hidden, named)), _OtherValue())
+        return self.returned(self._seen.received(LayerCall(self._number, hidden, named)), _OtherValue())
 
 
 def line_of(error: Exception, model: nn.Module) -> str:
