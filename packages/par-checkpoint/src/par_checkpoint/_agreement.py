@@ -1,8 +1,9 @@
 """Options and state that ranks compare before they save or load."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import ClassVar
 
 from par_groups import GlobalTensor, Sharding
@@ -147,15 +148,17 @@ class SaveSummary:
     @classmethod
     def from_integers(cls, integers: Sequence[int]) -> "SaveSummary":
         """Return the summary that `integers` listed, or the sum of several."""
-        values, begin = {}, 0
-        for name, size in cls.SIZES.items():
-            values[name] = integers[begin : begin + size]
-            begin += size
-        return cls(**values)
+        return cls(**divided(integers, cls.SIZES))
 
     def integers(self) -> list[int]:
         """List all fields, in the order of `SIZES`."""
         return [integer for name in self.SIZES for integer in getattr(self, name)]
+
+
+def divided(integers: Iterable[int], sizes: Mapping[str, int]) -> dict[str, list[int]]:
+    """Divide integers that were sent one after the other into lists of given sizes, by name."""
+    rest = iter(integers)
+    return {name: [*islice(rest, size)] for name, size in sizes.items()}
 
 
 def united_content(

@@ -16,7 +16,7 @@ _BITS = 62  # bits of an integer that ranks add up as one of 64 bits
 
 def count_of_words(ranks: Ranks) -> int:
     """Return the number of integers of `words_of_givers`."""
-    return ranks.size * -(-ranks.size // _BITS)
+    return ranks.size * _width(ranks)
 
 
 def words_of_givers(givers: Iterable[int], ranks: Ranks) -> list[int]:
@@ -26,7 +26,7 @@ def words_of_givers(givers: Iterable[int], ranks: Ranks) -> list[int]:
         givers: Ranks to which this rank will send a request.
         ranks: The ranks.
     """
-    mine, width = [0] * count_of_words(ranks), -(-ranks.size // _BITS)
+    mine, width = [0] * count_of_words(ranks), _width(ranks)
     for giver in givers:
         # Each rank sets bits in integers of its own, so no sum carries from one bit to the next.
         mine[ranks.rank * width + giver // _BITS] |= 1 << giver % _BITS
@@ -41,7 +41,12 @@ def takers_of(sums: Sequence[int], ranks: Ranks) -> list[int]:
         ranks: The ranks.
     """
     word, bit = divmod(ranks.rank, _BITS)
-    return [taker for taker, mask in enumerate(sums[word :: -(-ranks.size // _BITS)]) if mask >> bit & 1]
+    return [taker for taker, mask in enumerate(sums[word :: _width(ranks)]) if mask >> bit & 1]
+
+
+def _width(ranks: Ranks) -> int:
+    """Return the number of integers that have a bit for each rank."""
+    return -(-ranks.size // _BITS)
 
 
 def exchange_requests(ranks: Ranks, requests: Mapping[int, Rows], takers: Collection[int]) -> dict[int, Rows]:

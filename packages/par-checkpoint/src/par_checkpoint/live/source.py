@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import chain, islice
+from itertools import chain
 
 import torch
 from torch.autograd.graph import increment_version
@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 from par_groups import GlobalTensor, merge_claims
 from par_groups.sharding.held import by_shape
 
-from .._agreement import Comparable, united_content
+from .._agreement import Comparable, divided, united_content
 from .._errors import UNDEFINED, CheckpointError, CorruptError
 from ..format.bytes import copy_elements_
 from ..format.manifest import Manifest
@@ -130,8 +130,8 @@ class MemorySource:
             same = Comparable(layout=same.layout, samples=[], state=None, tied=[])
         # One sum carries all digests. Values travel only if their digests differ.
         digests = {"claims": words_of(claims, ranks.rank), **same.digests()}
-        integers = iter(ranks.total([*chain.from_iterable(digests.values())]))
-        sums = {name: [*islice(integers, len(each))] for name, each in digests.items()}
+        integers = ranks.total([*chain.from_iterable(digests.values())])
+        sums = divided(integers, {name: len(each) for name, each in digests.items()})
         differs = same.differences(sums, ranks.size)
         layouts = ranks.distinct(same.layout) if "layout" in differs else [((0,), same.layout)]
         check_layout([names for _, names in layouts])
