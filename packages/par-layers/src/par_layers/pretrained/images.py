@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from itertools import accumulate, pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 _INPUTS = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
@@ -33,11 +34,7 @@ def check_images(config: Any, takes: Collection[str], batch: Mapping[str, Any]) 
     Raises:
         ValueError: A key is missing, or the numbers differ.
     """
-    tokens = {
-        kind: getattr(config, f"{kind}_token_id", getattr(config, f"{kind}_token_index", None))
-        for kind, (key, _) in _INPUTS.items()
-        if key in takes
-    }
+    tokens = {kind: _placeholder(config, kind) for kind, (key, _) in _INPUTS.items() if key in takes}
     if all(token is None for token in tokens.values()) or any(batch.get(key) is not None for key in _INSTEAD):
         return
     # A caller that passes pixels of one kind leaves out the keys of the other, or passes None.
@@ -94,9 +91,9 @@ def split_images(config: Any, batch: Mapping[str, Any], parts: int) -> dict[str,
         if parts == 1:
             split |= {name: [batch[name]] for name in (key, grid_key) if batch.get(name) is not None}
             continue
-        token = getattr(config, f"{kind}_token_id", getattr(config, f"{kind}_token_index", None))
-        of_rows = (batch["input_ids"] == token).sum(1)
-        tokens = [int(rows.sum()) for rows in of_rows.tensor_split(parts)]
+        of_rows = (batch["input_ids"] == _placeholder(config, kind)).sum(1)
+        # One read from the device for all microbatches.
+        tokens: list[int] = torch.stack([rows.sum() for rows in of_rows.tensor_split(parts)]).tolist()
         sizes = _sizes_of(config, sum(tokens), pixels, grid)
         # Images are in the order of their placeholders, so the ends of both must meet where a microbatch ends.
         ends = {0: 0, **{end: number for number, end in enumerate(accumulate(sizes), 1)}}
@@ -114,6 +111,12 @@ def split_images(config: Any, batch: Mapping[str, Any], parts: int) -> dict[str,
         if grid is not None:
             split[grid_key] = [grid[a:b] if b > a else None for a, b in pairwise(images)]
     return split
+
+
+def _placeholder(config: Any, kind: str) -> Any:
+    """Return the id of the placeholders of images or videos; None without one."""
+    # Older configurations call it an index.
+    return getattr(config, f"{kind}_token_id", getattr(config, f"{kind}_token_index", None))
 
 
 def _sizes_of(config: Any, found: int, pixels: Tensor, grid: Tensor | None) -> list[int]:
