@@ -113,7 +113,7 @@ def strict(session: nox.Session) -> None:
 
 @nox.session
 def accelerator(session: nox.Session) -> None:
-    """Tests of a GPU, and rank tests of five packages, on a strict accelerator. Needs a C++ compiler. Minutes."""
+    """Tests of a GPU, and rank tests of five packages, on a strict accelerator. Needs a C++ compiler. 6 minutes."""
     run_suite(session, *workers(), "--accelerator", *(session.posargs or ACCELERATOR))
 
 

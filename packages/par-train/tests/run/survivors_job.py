@@ -83,9 +83,8 @@ class Mortal(Survivors):
         self._at("saving")
         if any(number == self.number and step >= first for number, first, phase in self.kills if phase == "copying"):
             far = Path(tiers[1])
-            while not list(
-                far.glob(f"*step-{step}*")
-            ):  # the copy in the second tier has another name until it is whole
+            # The copy in the second tier has another name until it is whole.
+            while not list(far.glob(f"*step-{step}*")):
                 time.sleep(0.0005)
             if not Path(far, f"step-{step}").exists():  # else the copy was faster, and the next step tries again
                 os.kill(os.getpid(), 9)

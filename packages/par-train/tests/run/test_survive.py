@@ -25,26 +25,10 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="losing a rank n
 
 SCRIPT = Path(__file__).with_name("survivors_job.py")
 STEPS = 10
-PHASES = (
-    "forward",
-    "backward",
-    "sending",
-    "reduced",
-    "passed",
-    "updated",
-    "connected",
-    "formed",
-    "told",
-    "built",
-    "moved",
-)
-IN_MOVES = (
-    "connected",
-    "formed",
-    "told",
-    "built",
-    "moved",
-)  # these need an epoch that begins at the step: another rank dies first
+IN_MOVES = ("connected", "formed", "told", "built", "moved")
+"""They need an epoch that begins at the step: another rank dies first."""
+
+PHASES = ("forward", "backward", "sending", "reduced", "passed", "updated", *IN_MOVES)
 
 
 def job_module():
