@@ -18,10 +18,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from _table import Section, write_sections
 from _turns import quartile, ratio
 from torch import nn
@@ -71,8 +73,8 @@ def main() -> None:
         Section(
             title="A step without a loss",
             note=(
-                f"{RANKS} gloo ranks train {elements / 1e6:.1f} M fp32 parameters with AdamW. "
-                f"{TURNS} turns have a step of each kind. A ratio is the median over the turns. The last "
+                f"{RANKS} gloo ranks train {elements / 1e6:.1f} M fp32 parameters with AdamW. {TURNS} turns have a "
+                "step of each kind, from a barrier to a barrier. A ratio is the median over the turns. The last "
                 "columns are parts of a step with Survivors on one rank: gradients to the neighbour, `ready` with the "
                 "wait for other ranks, and the copy's step."
             ),
@@ -141,6 +143,15 @@ class Mortal(Survivors):
         state.optimizer.zero_grad()
 
 
+def between_barriers(act: Callable[[], object]) -> float:
+    """Return the seconds of a call that all ranks begin together, until all of them have ended it."""
+    dist.barrier()
+    begin = time.perf_counter()
+    act()
+    dist.barrier()
+    return time.perf_counter() - begin
+
+
 def timed(act: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
     """Return a function that also adds the seconds of each call to a list."""
 
@@ -164,14 +175,15 @@ def train() -> None:
     ended: float | None = None  # when the first step after the loss ended
     with Mortal(build, timeout=120, zero=given["zero"]) as survivors:
         for step in survivors.steps(STEPS if given["kill"] else TURNS + 3):
-            begin = time.perf_counter()
-            step.run(loss_of)
-            middle = time.perf_counter()
-            if not given["kill"]:
-                survivors.plain_step()
-                if step.number >= 3:  # the first steps allocate memory
-                    times["with"].append(middle - begin)
-                    times["plain"].append(time.perf_counter() - middle)
+            if given["kill"]:
+                step.run(loss_of)
+            else:
+                acts: dict[str, Callable[[], object]]
+                acts = {"with": partial(step.run, loss_of), "plain": survivors.plain_step}
+                for kind in sorted(acts, reverse=bool(step.number % 2)):
+                    seconds = between_barriers(acts[kind])
+                    if step.number >= 3:  # the first steps allocate memory
+                        times[kind].append(seconds)
             if len(survivors.ranks) < RANKS and ended is None:
                 ended = time.time()
         name = Path(given["folder"], str(survivors.number))
