@@ -4,6 +4,7 @@ The source is a checkpoint's folder or the memory of other ranks. Nothing is cha
 checked beforehand is.
 """
 
+import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,7 +34,7 @@ from .state.restore import (
 from .state.state import State
 from .state.targets import OptimizerTargets, SavedOptimizer, Targets, model_targets, optimizer_targets, ties_of
 from .storage.outline import Outline
-from .transfer.ranks import Ranks
+from .transfer.ranks import Ranks, words
 
 _SHOWN = 50  # lines of an error that lists names
 
@@ -163,7 +164,7 @@ def apply_(into: Into, source: Source, ranks: Ranks) -> StateReport:
     loading = ModuleLoading(model)
     scheduler_state = outline.part("scheduler") if state.scheduler is not None else None
 
-    def match() -> tuple[tuple[Targets, OptimizerTargets, list[MetaBuffer], _Announced], list[int]]:
+    def match() -> tuple[tuple[Targets, OptimizerTargets, list[MetaBuffer], _Announced, list[int]], list[int]]:
         source.prepare()
         tie_(model)
         without_file = meta_buffers(model)
@@ -185,13 +186,16 @@ def apply_(into: Into, source: Source, ranks: Ranks) -> StateReport:
             fills_optimizer=bool(of_optimizer.pending),
             sets_more=state.scheduler is not None,
         )
+        digest = words(pickle.dumps(announced))
         # Ranks add these up: a stored name that no rank uses is unexpected.
-        return (of_model, of_optimizer, buffers, announced), [key in used for key in stored]
+        return (of_model, of_optimizer, buffers, announced, digest), [*digest, *(key in used for key in stored)]
 
     # Everything that can fail is checked by now on every rank. From here on, all ranks change their objects or none
     # does.
-    (of_model, of_optimizer, buffers, mine), users = ranks.tell(match, len(stored))
-    announced = [of_rank for _, of_rank in ranks.distinct(mine)]
+    (of_model, of_optimizer, buffers, mine, digest), sums = ranks.tell(match, len(words(b"")) + len(stored))
+    same, users = sums[: len(digest)] == [ranks.size * word for word in digest], sums[len(digest) :]
+    # Announcements travel only if they differ, as between pipeline stages.
+    announced = [mine] if same else [of_rank for _, of_rank in ranks.distinct(mine)]
     check_layout([of_rank.layout for of_rank in announced])
     report = _report(outline, dict(zip(stored, users, strict=True)), announced, ranks.rank)
     unmade = {name: text for of_rank in announced for name, text in of_rank.unmade.items()}

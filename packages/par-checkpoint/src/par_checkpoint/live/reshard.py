@@ -11,10 +11,11 @@ from par_groups import parse_size
 from .._agreement import SameOptions
 from .._apply import Into, StateReport, apply_
 from .._policies import TIMEOUT, check_timeout, is_timeout
-from ..state.collect import Content, collect
+from ..state.collect import collect
 from ..state.quantised import is_float8
 from ..state.state import State
 from ..transfer.sessions import session_of
+from .holdings import Holdings
 from .source import MemorySource, MoveOptions
 
 
@@ -83,7 +84,7 @@ def reshard(
         # A save in the background may still read tensors that this call writes or frees.
         session.settle("wait")
 
-        def look() -> tuple[tuple[Content, MoveOptions, SameOptions], list[int]]:
+        def look() -> tuple[tuple[Holdings, MoveOptions, SameOptions], list[int]]:
             for name, given in (("source", source), ("target", target)):
                 if not isinstance(given, State):
                     raise TypeError(f"{name} is a {type(given).__name__}; pass a par_checkpoint.State")
@@ -96,13 +97,24 @@ def reshard(
             same = SameOptions({"strict": strict, "budget": how.budget, "release": release, "verify": verify})
             # Ranks of one side have no target, and must still send what those of the other side ask for.
             parts = [int(target.model is not None), int(target.optimizer is not None)]
-            return (collect(source), how, same), [*parts, *same.words()]
+            mine = Holdings.of(collect(source), source)
+            return (mine, how, same), [*parts, *same.words(), *mine.words(ranks.rank)]
 
-        (content, how, same), (models, optimizers, *words) = ranks.tell(look, 10)
-        same.check(words, ranks)
+        # One sum carries all digests. Values travel only if their digests differ.
+        (mine, how, same), (models, optimizers, *sums) = ranks.tell(look, 10 + Holdings.COUNT)
+        same.check(sums[:8], ranks)
         # Summed over the ranks: a section moves if any rank wants it.
         sections = [name for name, count in (("model", models), ("optimizer", optimizers)) if count]
-        memory = MemorySource.of(ranks, session.planned, content, source, target, sections=sections, options=how)
+        tensors, outline = mine.united(sums[8:], ranks, session.planned, sections)
+        memory = MemorySource(
+            ranks=ranks,
+            content=mine.content,
+            tensors=tensors,
+            outline=outline,
+            target=target,
+            options=how,
+            session=session,
+        )
         report = apply_(Into(state=target, strict=strict, dtype=dtype, device=None), memory, ranks)
         return Moved(
             **vars(report),

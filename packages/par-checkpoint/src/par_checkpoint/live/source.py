@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
@@ -10,34 +10,31 @@ from itertools import chain
 import torch
 from torch.autograd.graph import increment_version
 
-from par_groups import GlobalTensor, merge_claims
+from par_groups import GlobalTensor
 from par_groups.sharding.held import by_shape
 
-from .._agreement import Comparable, divided, united_content
 from .._errors import UNDEFINED, CheckpointError, CorruptError
 from ..format.bytes import copy_elements_
-from ..format.manifest import Manifest
-from ..plan.claims import claims_of, name_of, section_of
+from ..plan.claims import name_of, section_of
 from ..state.collect import Content
-from ..state.model import check_layout, device_for, local_of
+from ..state.model import device_for, local_of
 from ..state.state import State
 from ..state.targets import FillTarget, OptimizerTargets, Targets, set_scalars_
-from ..storage.directory import Directory, StoredTensor
 from ..storage.outline import Outline
 from ..transfer.errors import attempt
-from ..transfer.exchange import PieceExchange, claims_of_all, words_of
+from ..transfer.exchange import PieceExchange
 from ..transfer.memory import LocalState, padded, unpacked
 from ..transfer.ranks import Ranks
+from ..transfer.sessions import Session
 from .delta import changed_mask, decode_, encode_
 from .digest import MODULUS, digest_of_box
 from .requests import count_of_words, exchange_counts, exchange_requests, takers_of, words_of_givers
 from .wanted import MemoryPiece, PieceRequests, Wanted, halved, pieces_of
 
-Planned = Callable[[Hashable, Callable[[], Sequence[GlobalTensor]]], Sequence[GlobalTensor]]
 _Pieces = dict[int, list[MemoryPiece]]
 
 _ALONE = 1 << 20  # bytes of a piece above which a copy costs more than a message, which costs gloo about 0.1 ms
-_BUFFERS = 2  # buffers each way: one is packed while one travels; a third cost more in new pages than it saved
+_BUFFERS = 3  # buffers each way: one is packed while two travel
 # Maximum bytes of a message. Ranks on two cores took 1.2 times as much CPU time with 2 MB, and the same with 16 MB.
 _MESSAGE = 1 << 23
 _DIGESTED = 1 << 18  # elements of a digest at a time, which needs several integers for each
@@ -69,6 +66,7 @@ class MemorySource:
         outline: Everything but the data, the same on every rank.
         target: Objects of this rank that are filled.
         options: Options of the move.
+        session: Session that keeps the buffers for the next move; None: they are freed after this one.
 
     Attributes:
         based: Ranks that have a base: an earlier version of their targets, so that changed values are enough.
@@ -85,6 +83,7 @@ class MemorySource:
     outline: Outline
     target: State
     options: MoveOptions
+    session: Session | None = None
     title: str = "the source"
     kind: str = "source"
     based: Set[int] = frozenset()
@@ -93,53 +92,11 @@ class MemorySource:
     sent: int = 0
     local: int = 0
     has_begun: bool = False
+    _new: int = 0  # number of targets on all ranks that need memory
     _requests: dict[str, PieceRequests] = field(default_factory=dict)  # by section, as the next one
     _takers: dict[str, list[int]] = field(default_factory=dict)  # ranks that request pieces from this rank
     _given: Counter[int] = field(default_factory=Counter)  # digests of given elements, by tensor
     _taken: Counter[int] = field(default_factory=Counter)
-
-    @classmethod
-    def of(
-        cls,
-        ranks: Ranks,
-        planned: Planned,
-        content: Content,
-        source: State,
-        target: State,
-        *,
-        sections: Sequence[str],
-        options: MoveOptions,
-    ) -> "MemorySource":
-        """Gather what all ranks hold. Collective.
-
-        Args:
-            ranks: The ranks.
-            planned: Function that returns the plan with a key, or makes it; see `Session.planned`.
-            content: Content of this rank.
-            source: Objects of this rank whose state moves.
-            target: Objects of this rank that are filled.
-            sections: Sections that any rank's target has: "model", "optimizer".
-            options: Options of the move.
-
-        Raises:
-            ValueError: Ranks disagree about a tensor or about state that is the same on all ranks; on every rank.
-        """
-        claims = claims_of(content.entries)
-        same = Comparable.of(content, source.layout, source.model)
-        if source.is_empty:
-            same = Comparable(layout=same.layout, samples=[], state=None, tied=[])
-        # One sum carries all digests. Values travel only if their digests differ.
-        digests = {"claims": words_of(claims, ranks.rank), **same.digests()}
-        integers = ranks.total([*chain.from_iterable(digests.values())])
-        sums = divided(integers, {name: len(each) for name, each in digests.items()})
-        differs = same.differences(sums, ranks.size)
-        layouts = ranks.distinct(same.layout) if "layout" in differs else [((0,), same.layout)]
-        check_layout([names for _, names in layouts])
-        # A run moves its state again and again, so the tensors of the last move are kept by the digest of all claims.
-        tensors = planned(("move", *sums["claims"]), lambda: merge_claims(claims_of_all(ranks, claims)))
-        united = united_content(content, same, differs, ranks, tensors)
-        outline = _outline_of(united, tensors, sections)
-        return cls(ranks=ranks, content=content, tensors=tensors, outline=outline, target=target, options=options)
 
     def prepare(self) -> None:
         """Check that the source has all requested tensors, and wait for kernels that write to them."""
@@ -172,10 +129,11 @@ class MemorySource:
                 self._requests[_section_of(each)] = PieceRequests(self.tensors, wanted, ranks.rank, hosts)
             # A giver learns from the same sum which ranks will send it a request.
             masks = (words_of_givers(self._requests[section].givers, ranks) for section in self.outline.directories)
-            return None, [*chain.from_iterable(masks)]
+            new = sum(target.tensor.is_meta for each in targets for target in each.pending)
+            return None, [*chain.from_iterable(masks), new]
 
         size = count_of_words(ranks)
-        _, sums = ranks.tell(plan, size * len(self.outline.directories))
+        _, (*sums, self._new) = ranks.tell(plan, size * len(self.outline.directories) + 1)
         for number, section in enumerate(self.outline.directories):
             self._takers[section] = takers_of(sums[number * size : (number + 1) * size], ranks)
 
@@ -196,7 +154,9 @@ class MemorySource:
         for first, stop in self._rounds(section):
             # Targets on the meta device get memory round by round, while the source frees memory.
             inside = [(wanted, target) for wanted, target in self._wanted(targets) if first <= wanted.tensor < stop]
-            local = ranks.agree(partial(self._local_states, inside))
+            states = partial(self._local_states, inside)
+            # Only an allocation can fail, and all ranks must know of it before a rank sends.
+            local = ranks.agree(states) if self._new else states()
             leaving = {taker: self._between(pieces, first, stop) for taker, pieces in outgoing.items()}
             coming = {giver: self._between(pieces, first, stop) for giver, pieces in incoming.items()}
             if self.based:
@@ -322,9 +282,13 @@ class MemorySource:
 
     @cached_property
     def _exchange(self) -> PieceExchange[MemoryPiece]:
-        """Buffers of all rounds and sections: new pages for each of them would cost as much as a copy."""
+        """Buffers of all rounds and sections, and of the next move: new pages would cost as much as a copy."""
         limit = self._message
-        return PieceExchange(self.ranks, _packed_size, limit=limit, alone=min(_ALONE, limit), buffers=_BUFFERS)
+
+        def make() -> PieceExchange[MemoryPiece]:
+            return PieceExchange(self.ranks, _packed_size, limit=limit, alone=min(_ALONE, limit), buffers=_BUFFERS)
+
+        return make() if self.session is None else self.session.exchange(limit, make)
 
     @cached_property
     def _order(self) -> list[int]:
@@ -385,7 +349,8 @@ class MemorySource:
             by_copy.setdefault(wanted.copy, []).append(target)
         entries = {copy: [each.entry(device) for each in some] for copy, some in by_copy.items()}
         # Bytes arrive unseen by autograd, and by a save that copies in the background.
-        increment_version([entry.local for some in entries.values() for entry in some])
+        locals_ = (entry.local for some in entries.values() for entry in some)
+        increment_version([each for each in locals_ if not each.is_inference()])
         return {copy: LocalState.of(some, self.tensors) for copy, some in entries.items()}
 
     def _is_plain(self, piece: MemoryPiece) -> bool:
@@ -443,32 +408,6 @@ class MemorySource:
 def _section_of(targets: Targets) -> str:
     """Return the section that some targets belong to."""
     return "optimizer" if isinstance(targets, OptimizerTargets) else "model"
-
-
-def _outline_of(content: Content, tensors: Iterable[GlobalTensor], sections: Iterable[str]) -> Outline:
-    """Return the content of all ranks in the form in which a load reads that of a folder.
-
-    Args:
-        content: Content of this rank, with the state of all ranks.
-        tensors: Tensors of all ranks.
-        sections: The sections that are filled.
-    """
-    places: dict[str, dict[str, StoredTensor]] = {section: {} for section in sections}
-    for tensor in tensors:
-        if (section := section_of(tensor.key)) in places:
-            places[section][name_of(tensor.key)] = StoredTensor("", tensor.dtype, tensor.shape, 0, 0)
-    state = content.state
-    manifest = Manifest(
-        style="huggingface",
-        files={},
-        tied=content.tied,
-        model=state.parts["model"],
-        optimizer=state.optimizer if "optimizer" in places else None,
-        scheduler=state.parts["scheduler"],
-        extra=state.parts["extra"],
-    )
-    directories = {section: Directory(some) for section, some in places.items()}
-    return Outline(manifest=manifest, directories=directories, side=state.tensors)
 
 
 def _undefined(error: BaseException) -> BaseException:

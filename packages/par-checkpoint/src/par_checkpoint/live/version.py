@@ -18,6 +18,7 @@ from ..state.collect import Content, collect
 from ..state.state import State
 from ..transfer.memory import LocalState
 from ..transfer.ranks import Ranks
+from .holdings import Holdings
 from .rendezvous import ABORT, COMMIT, Rendezvous, Transaction
 from .source import MemorySource, MoveOptions
 
@@ -181,12 +182,17 @@ class Update:
         """Move the values; `begun` receives the source once it exists."""
         held = State() if source is None else source.state
         filled = State() if target is None else target.state
-        content = collect(held)
-        if source is not None:
-            content = replace(content, tied=source.tied)
+
+        def look() -> tuple[Holdings, list[int]]:
+            content = collect(held)
+            mine = Holdings.of(content if source is None else replace(content, tied=source.tied), held)
+            return mine, mine.words(ranks.rank)
+
+        mine, sums = ranks.tell(look, Holdings.COUNT)
+        tensors, outline = mine.united(sums, ranks, lambda _, make: make(), ["model"])
         options = MoveOptions(budget=self.budget, release=False, verify=True)
-        memory = MemorySource.of(
-            ranks, lambda _, make: make(), content, held, filled, sections=["model"], options=options
+        memory = MemorySource(
+            ranks=ranks, content=mine.content, tensors=tensors, outline=outline, target=filled, options=options
         )
         begun.append(memory)
         # Each process of a generator tells its own base: an attempt that was aborted may have reached some of them.

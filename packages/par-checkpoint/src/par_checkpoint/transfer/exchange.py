@@ -124,7 +124,8 @@ class PieceExchange(Generic[Piece]):
         buffers: int = 1,
     ) -> None:
         self._ranks, self._packed_size, self._limit, self._alone = ranks, packed_size, limit, alone
-        self._leaving, self._arriving = MessageWindow(buffers), MessageWindow(buffers)
+        self._buffers = buffers
+        self._windows: list[tuple[MessageWindow, MessageWindow]] = []  # of the last run, as no message uses them
 
     def run(
         self,
@@ -147,7 +148,10 @@ class PieceExchange(Generic[Piece]):
             take: Function that unpacks pieces.
             place: Function that returns the memory of received pieces if they need no unpacking.
         """
-        ranks, sending, receiving = self._ranks, self._leaving, self._arriving
+        ranks = self._ranks
+        # A run that fails leaves messages behind. They may still use their buffers, so the next run gets others.
+        windows = self._windows.pop() if self._windows else (MessageWindow(self._buffers), MessageWindow(self._buffers))
+        sending, receiving = windows
         # Only steps with any message are run; ranks need not agree, because messages are matched pair by pair.
         steps = {(to - ranks.rank) % ranks.size for to in outgoing}
         steps |= {(ranks.rank - source) % ranks.size for source in incoming}
@@ -173,6 +177,7 @@ class PieceExchange(Generic[Piece]):
                     sending.begin(ranks.send(packed, to), uses_buffer=packed.data_ptr() == buffer.data_ptr())
         receiving.finish()
         sending.finish()
+        self._windows.append(windows)
 
     def _parcels(self, pairs: Pairs[Piece], peer: int) -> Iterator[Sequence[Piece]]:
         """Yield the pieces for or from a rank, as many at a time as fit into one buffer, at least one."""

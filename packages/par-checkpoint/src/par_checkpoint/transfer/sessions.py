@@ -47,6 +47,7 @@ class Session:
         self._writes: list[BackgroundTask] = []  # in the order in which they began, as the next list
         self._copies: list[BackgroundTask] = []  # to further tiers
         self._memory: Chunks | None = None
+        self._exchange: tuple[int, Any] | None = None  # with the limit of its messages
         self._plans: OrderedDict[Hashable, Any] = OrderedDict()
 
     @contextmanager
@@ -206,10 +207,18 @@ class Session:
         with self._lock:
             self._memory = memory
 
+    def exchange(self, limit: int, make: Callable[[], Value]) -> Value:
+        """Return the message buffers of the last move, or make new ones if the limit of a message differs."""
+        kept = self._exchange
+        if kept is None or kept[0] != limit:
+            kept = self._exchange = None  # freed before the new one comes
+            kept = self._exchange = limit, make()
+        return cast("Value", kept[1])
+
     def release(self) -> None:
-        """Free the memory of the last copy, when it is written."""
+        """Free the memory of the last copy, when it is written, and the message buffers of the last move."""
         with self._lock:
-            running = list(self._writes)
+            running, self._exchange = list(self._writes), None
         for write in running:
             write.join()
         memory = self.take_memory()
@@ -232,8 +241,8 @@ class Session:
 
 # The sessions of this process by group, and the one of a process without torch.distributed. They are kept here because
 # ProcessGroup takes no attributes, and because all threads must find the same session: two of one group would mix up
-# its messages. A session ends with its group. It holds at most four plans, and the memory of one background save, which
-# `release_memory` frees.
+# its messages. A session ends with its group. It holds at most four plans, and the memory of one background save and of
+# the messages of one move, which `release_memory` frees.
 _lock = threading.Lock()
 _sessions: weakref.WeakKeyDictionary[dist.ProcessGroup, Session] = weakref.WeakKeyDictionary()
 _alone: list[Session] = []  # at most one
@@ -264,11 +273,11 @@ def session_of(group: dist.ProcessGroup | None) -> Session:
 
 
 def release_memory(group: dist.ProcessGroup | None = None) -> None:
-    """Free the memory that this rank keeps for the next background save, such as pinned memory.
+    """Free the memory that this rank keeps for the next background save, such as pinned memory, and for `reshard`.
 
-    It is as large as the data that the rank writes in a save. The call waits for a running save; the error of that save
-    is still raised by its handle, or by the next save. Not collective. The next save with `async_` allocates the memory
-    again.
+    It is as large as the data that the rank writes in a save, and up to 48 MB of messages. The call waits for a running
+    save; the error of that save is still raised by its handle, or by the next save. Not collective. The next save with
+    `async_`, or the next move, allocates the memory again.
 
     Args:
         group: Ranks that save. Default: all ranks, or only this process if torch.distributed is not initialized.
