@@ -4,13 +4,14 @@ import copy
 import itertools
 import random
 import threading
+from collections import Counter
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_checkpoint import CheckpointError, State, TensorSlice, reshard
+from par_checkpoint import CheckpointError, State, TensorSlice, release_memory, reshard
 from par_groups import Sharding, set_sharding, whole
 from par_testing import for_each, storm
 
@@ -296,6 +297,31 @@ def test_reshard_with_release_keeps_one_round_at_a_time(monkeypatch):
     reshard(State(model=source), State(model=target), release=True, budget=shape[0] * shape[1] * 4 // 2)
     one = shape[0] * shape[1] * 4
     assert max(held) == (count + 1) * one  # all tensors, and the one that is in both for the moment
+
+
+@pytest.mark.ranks(2)
+def test_reshard_agrees_four_times_and_keeps_its_buffers(monkeypatch):
+    from par_checkpoint.transfer.exchange import ReusedBuffer
+    from par_checkpoint.transfer.ranks import Ranks
+
+    rng, full, made, counted = random.Random(5), {"t": values((24, 16), 1)}, [], Counter()
+    held, wanted = ({"t": rectangles(kind, (24, 16), 2, rng)} for kind in ("rows", "columns"))
+    make = ReusedBuffer.__init__
+    monkeypatch.setattr(ReusedBuffer, "__init__", lambda self: made.append(1) or make(self))
+    for name in ("total", "distinct_bytes", "broadcast"):
+        act = getattr(Ranks, name)
+        noted = lambda self, value, name=name, act=act: counted.update([name]) or act(self, value)  # noqa: E731
+        monkeypatch.setattr(Ranks, name, noted)
+    calls = [(1 << 20, True), (1 << 20, False), (1 << 10, True), (1 << 10, False)]
+    for budget, is_new in calls:
+        made.clear(), counted.clear()
+        move(held, wanted, full, budget=budget)
+        assert bool(made) == is_new
+    # The state that ranks have, the names that they fill, the pieces that they lack, and the end.
+    assert counted == {"total": 4}
+    release_memory()
+    move(held, wanted, full, budget=1 << 10)
+    assert made
 
 
 @pytest.mark.ranks(2)
