@@ -11,6 +11,7 @@ from ..transfer.ranks import PeerTransfer, Ranks
 Rows = dict[int, torch.Tensor]
 
 _HEAD = 8  # bytes in front of a request, with its length
+_FIRST = 2048  # bytes of the first message, which has the length and all of a usual request
 _BITS = 62  # bits of an integer that ranks add up as one of 64 bits
 
 
@@ -61,24 +62,35 @@ def exchange_requests(ranks: Ranks, requests: Mapping[int, Rows], takers: Collec
     # while ranks connect. All messages are under way at the same time.
     steps = {(giver - ranks.rank) % ranks.size for giver in requests}
     steps |= {(ranks.rank - taker) % ranks.size for taker in takers}
-    under_way, heads, bodies = list[PeerTransfer](), dict[int, tuple[torch.Tensor, PeerTransfer]](), {}
+    under_way, arriving, parts = list[PeerTransfer](), dict[int, PeerTransfer](), dict[int, list[torch.Tensor]]()
     for step in sorted(steps):
         to, source = (ranks.rank + step) % ranks.size, (ranks.rank - step) % ranks.size
         if to in requests:
             data = Claims(tensors=(), rows=requests[to]).boxes()
-            for message in (len(data).to_bytes(_HEAD), data):
-                under_way.append(ranks.send(torch.frombuffer(bytearray(message), dtype=torch.uint8), to))
+            framed = len(data).to_bytes(_HEAD) + data
+            message = torch.frombuffer(bytearray(framed.ljust(_FIRST, b"\0")), dtype=torch.uint8)
+            under_way += [ranks.send(part, to) for part in message.split([_FIRST, len(message) - _FIRST]) if len(part)]
         if source in takers:
-            head = torch.empty(_HEAD, dtype=torch.uint8, device="cpu")
-            heads[source] = head, ranks.receive(head, source)
-    for source, (head, transfer) in heads.items():
+            first = torch.empty(_FIRST, dtype=torch.uint8, device="cpu")
+            arriving[source], parts[source] = ranks.receive(first, source), [first]
+    for source, transfer in arriving.items():
         transfer.wait()
-        bodies[source] = torch.empty(int.from_bytes(bytes_of(head)), dtype=torch.uint8, device="cpu")
-        under_way.append(ranks.receive(bodies[source], source))
+        rest = _HEAD + _length(parts[source][0]) - _FIRST
+        if rest > 0:
+            parts[source].append(torch.empty(rest, dtype=torch.uint8, device="cpu"))
+            under_way.append(ranks.receive(parts[source][1], source))
     for transfer in under_way:
         transfer.wait()
-    none = Claims(tensors=(), rows={})
-    return {source: none.with_boxes(bytes(bytes_of(body))).rows for source, body in bodies.items()}
+    rows = {}
+    for source, received in parts.items():
+        data = b"".join(map(bytes_of, received))[_HEAD : _HEAD + _length(received[0])]
+        rows[source] = Claims(tensors=(), rows={}).with_boxes(data).rows
+    return rows
+
+
+def _length(first: torch.Tensor) -> int:
+    """Return the bytes of a request from its first message."""
+    return int.from_bytes(bytes_of(first)[:_HEAD])
 
 
 def exchange_counts(
