@@ -4,6 +4,7 @@ import contextlib
 import gc
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from par_checkpoint import CheckpointError, Publisher, Receiver, Rendezvous, Sta
 from par_checkpoint.live.rendezvous import Transaction, TransactionAborted
 
 from .cuts import sharded
+from .kills import MOMENTS, die_at
 
 SHAPES = {"embed": (12, 6), "layer": (8, 10), "norm": (8,)}
 
@@ -289,30 +291,38 @@ def test_killed_process_leaves_complete_versions(trainers):
     assert found["healthy versions served"] == found["healthy versions"] == trainers // 5
 
 
-@pytest.mark.ranks(3, dies=(2,), timeout=90)
-def test_killed_generator_does_not_stop_another_one(monkeypatch):
-    from par_checkpoint.transfer.ranks import Ranks
-
-    rank = dist.get_rank()
-    groups = [dist.new_group([each]) for each in range(3)]
+@pytest.mark.parametrize("seed", [2, *(pytest.param(seed, marks=pytest.mark.storm) for seed in range(10, 30))])
+@pytest.mark.ranks(4, dies=(3,), timeout=90)
+def test_killed_generator_does_not_delay_two_others(seed, monkeypatch):
+    rng, rank = random.Random(seed), dist.get_rank()
+    death = rng.choice(MOMENTS), rng.randrange(1, 4)
+    groups = [dist.new_group([each]) for each in range(4)]
     hosted = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
-    address = [f"127.0.0.1:{hosted.port}" if hosted else None]
+    address = [hosted.port if hosted else None]
     dist.broadcast_object_list(address)
-    at, state = Rendezvous(address[0]), State(model={"a": torch.full((3,), float(rank == 0))})
+    at, state = Rendezvous(f"127.0.0.1:{address[0]}"), State(model={"a": torch.full((3,), float(rank == 0))})
+    store = hosted or dist.TCPStore("127.0.0.1", address[0], is_master=False)
     if rank == 0:
-        with Publisher(at, state, group=groups[0], timeout=20) as publisher:
-            for version in (1, 2):
-                publisher.publish(version).wait(timeout=60)
-            while not hosted.check(["served"]):
+        print("seed", seed, "kills at", death)
+        # The timeout is longer than the test, so a generator that waited for the dead one would miss its version.
+        with Publisher(at, state, group=groups[0], timeout=300) as publisher:
+            publisher.publish(1).wait(generators=2, timeout=30)
+            deadline = time.monotonic() + 2
+            while not store.check(["killed"]) and time.monotonic() < deadline:
                 time.sleep(0.01)
-    elif rank == 1:
-        with Receiver(at, state, group=groups[1], timeout=20) as receiver:
+            publisher.publish(2).wait(generators=2, timeout=30)
+            store.wait(["served 1", "served 2"])
+    elif rank < 3:
+        with Receiver(at, state, group=groups[rank], timeout=300) as receiver:
             while receiver.version != 2:
                 polled(receiver).apply()
             assert state.model["a"].tolist() == [1, 1, 1]
-        host, port = address[0].split(":")
-        dist.TCPStore(host, int(port), is_master=False).set("served", "")
+        store.set(f"served {rank}", "")
     else:
-        monkeypatch.setattr(Ranks, "send", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-        Receiver(at, state, group=groups[2], timeout=20)
-        time.sleep(60)
+        kill = os.kill
+        monkeypatch.setattr(os, "kill", lambda *what: store.set("killed", "") or kill(*what))
+        die_at(*death)
+        with contextlib.suppress(AssertionError), Receiver(at, state, group=groups[3], timeout=300) as receiver:
+            while True:
+                polled(receiver, 5).apply()
+        kill(os.getpid(), signal.SIGKILL)  # the drawn message was not sent

@@ -57,8 +57,8 @@ class Publication:
 class Publisher:
     """Weights of a trainer, which it publishes in complete versions. Make it on every rank of the trainer.
 
-    A thread of each rank sends the newest version to any generator that asks for it, while the trainer continues. A
-    generator gets all of a version or nothing.
+    Threads of each rank send the newest version to any generator that asks for it, while the trainer continues. A
+    generator gets all of a version or nothing, and one that has died delays no other.
 
     Args:
         at: Rendezvous of the trainer and the generators. A later publisher takes over from an earlier one.
@@ -177,7 +177,7 @@ class Publisher:
         return Publication(version=version, bytes=held.bytes, seconds=time.perf_counter() - begin, _publisher=self)
 
     def close(self) -> None:
-        """End the thread of this rank, after the update that it may be sending. Generators keep what they have.
+        """End the threads of this rank, after the updates that they send. Generators keep what they have.
 
         Once a rank has closed its publisher, no rank begins another update.
         """
@@ -214,23 +214,40 @@ class Publisher:
             )
 
     def _serve(self) -> None:
-        """Send the newest version to one generator after the other."""
-        number = 1
+        """Send the newest version to each generator that asks, at the same time."""
+        number, threads = 1, list[threading.Thread]()
         try:
-            while not self._closing.is_set():
+            while not self._closing.is_set() and self._error is None:
                 # Generators number their requests by a counter in the store, so the next request has the next number.
                 transaction = Transaction(self._store, self._number, number)
                 size = transaction.read("generator")
                 if size is None:
                     self._closing.wait(_IDLE)
                     continue
-                self._send(transaction, size)
-                transaction.leave(self._place[1] + size)
+                # An update waits for a generator's process that was killed until the timeout. Each update has a thread
+                # and a communicator of its own, so that no other generator waits with it.
+                threads = [thread for thread in threads if thread.is_alive()]
+                threads.append(threading.Thread(target=self._update, args=(transaction, size), daemon=True))
+                threads[-1].start()
                 number += 1
         except Exception as error:
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
+            self._fail(error)
+        for thread in threads:
+            thread.join()
+
+    def _update(self, transaction: Transaction, generator: int) -> None:
+        """Send the newest version to one generator, and leave."""
+        try:
+            self._send(transaction, generator)
+            transaction.leave(self._place[1] + generator)
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Note that no further update is possible."""
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
 
     def _send(self, transaction: Transaction, generator: int) -> None:
         """Take part in one update.
