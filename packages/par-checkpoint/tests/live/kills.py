@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from par_checkpoint import Publisher, Receiver, Rendezvous, State
-from par_checkpoint.live import source
+from par_checkpoint.live import holdings, source
 from par_checkpoint.live.rendezvous import Transaction
 from par_checkpoint.transfer.ranks import Ranks
 from par_groups import Sharding, cut, whole
@@ -95,7 +95,7 @@ def die_at(moment, count):
     if moment == "gather":
         before(Transaction, "gather")
     elif moment == "connect":
-        before(source, "claims_of_all")
+        before(holdings, "claims_of_all")
     elif moment in ("send", "receive"):
         before(Ranks, moment, count)
     elif moment == "vote":

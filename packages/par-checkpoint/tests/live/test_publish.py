@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -159,6 +160,26 @@ def test_receiver_without_ranks_takes_full_tensors(rendezvous):
                 publisher.publish(version)
         with pytest.raises(ValueError, match="3 is published; pass a larger number"):
             publisher.publish(3)
+
+
+def test_receiver_that_is_closed_as_a_version_arrives_ends(rendezvous, monkeypatch):
+    at, _ = rendezvous
+    with Publisher(at, State(model={"a": torch.ones(3)})) as publisher:
+        receiver = Receiver(at, State(model={"a": torch.zeros(3)}))
+        clear, closing = receiver._is_free.clear, []
+
+        def closed_first():
+            closing.append(threading.Thread(target=receiver.close))
+            closing[0].start()
+            while not receiver._closing.is_set():
+                time.sleep(0.001)
+            time.sleep(0.1)
+            clear()
+
+        monkeypatch.setattr(receiver._is_free, "clear", closed_first)
+        publisher.publish(1).wait(timeout=30)
+        receiver._thread.join(30)
+        assert not receiver._thread.is_alive()
 
 
 def test_publisher_of_two_at_one_rendezvous_raises_on_the_older(rendezvous):

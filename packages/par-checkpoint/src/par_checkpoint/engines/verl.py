@@ -62,21 +62,28 @@ class PublishedCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[misc
         self._model: dict[str, torch.Tensor] = {}  # full tensors on the trainer's first rank
         self._publisher: Publisher | None = None
         self._weights: EngineWeights | None = None
+        self._version: int | None = None  # of the present update, once it has begun
 
     def prepare(self) -> dict[str, Any]:
-        """Return nothing: workers meet in the store."""
-        return {}
+        """Return the number of the next version, for `build_topology`."""
+        return {"version": (self._version or 0) + 1}
 
     @classmethod
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Return which workers receive, for `init_process_group`."""
-        del metadata
-        return {"receives": [False] * actor_wg_world_size}, {"receives": [True] * rollout_world_size}
+        """Return which workers receive, and the number of the version, for `init_process_group`."""
+        # verl repeats a step to restore weights that a rollout has dropped, or passes no step. So the trainer counts.
+        version = metadata[0]["version"]
+        sends, receives = (
+            {"receives": [flag] * size, "version": [version] * size}
+            for flag, size in ((False, actor_wg_world_size), (True, rollout_world_size))
+        )
+        return sends, receives
 
-    def init_process_group(self, receives: bool) -> None:
+    def init_process_group(self, receives: bool, version: int) -> None:
         """Start to receive versions in the background, once. No group is made: rollouts come and go."""
+        self._version = version
         if receives and self._weights is None:
             self._weights = EngineWeights(self._at.address, self._folder, name=self._at.name, timeout=self._timeout)
 
@@ -89,13 +96,13 @@ class PublishedCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[misc
         Args:
             weights: Name and full tensor of each parameter. All ranks iterate, because making a full tensor is
                 collective.
-            global_steps: Number of the version.
+            global_steps: Unused; the number of the version is that of `init_process_group`.
 
         Raises:
-            ValueError: `global_steps` is missing, or not larger than the last one.
+            RuntimeError: `init_process_group` was not called.
         """
-        if global_steps is None:
-            raise ValueError("global_steps=None: a version needs a number; pass the trainer's step")
+        del global_steps
+        version = self._begun()
         is_first = not dist.is_initialized() or dist.get_rank() == 0
         for name, tensor in weights:
             if is_first:
@@ -106,21 +113,28 @@ class PublishedCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[misc
             alone = dist.new_group([0], use_local_synchronization=True) if dist.is_initialized() else None
             state = State(model=self._model)
             self._publisher = Publisher(self._at, state, dtype=None, group=alone, budget=self._budget)
-        self._publisher.publish(global_steps)
+        self._publisher.publish(version)
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of a complete version with this number or a larger one.
+        """Yield the tensors of the version that the trainer sends in this update, or of a later one.
 
         Raises:
             CheckpointError: No such version has arrived within the timeout; nothing was yielded.
         """
-        for each in tensors_of(await self._wait(global_steps or 0)):
+        del global_steps
+        for each in tensors_of(await self._wait(self._begun())):
             yield each
 
     async def get_weights(self) -> AsyncIterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of the newest complete version in host memory."""
         for each in tensors_of(await self._wait(0)):
             yield each
+
+    def _begun(self) -> int:
+        """Return the number of the version of the present update."""
+        if self._version is None:
+            raise RuntimeError("weights move before init_process_group() was called; call it first")
+        return self._version
 
     async def _wait(self, version: int) -> Staged:
         """Return a complete version; other tasks of the worker run until it has arrived."""

@@ -71,6 +71,7 @@ class PublishedWeights(WeightTransferEngine):  # type: ignore[misc]  # as above
     """
 
     init_info_cls, update_info_cls = InitInfo, UpdateInfo
+    supports_draft_weight_update = False  # a version has the tensors of the main model's folder
     version: int | None = None
 
     def __init__(self, *args: Any, **keywords: Any) -> None:

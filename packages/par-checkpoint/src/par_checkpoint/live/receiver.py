@@ -180,6 +180,9 @@ class Receiver:
                     # The memory must not change until the generator has applied the version or loaded its tensors.
                     self._is_free.clear()
                     self._staged = Staged(self, version, self._memory, received)
+                    # `close` may have set the event just before it was cleared, and nobody would set it again.
+                    if self._closing.is_set():
+                        return
         except dist.DistError as error:
             # The store is lost, and the generator serves what it has.
             _logger.warning("no newer weights can arrive: the store at %s is lost (%s)", self._at.address, error)
