@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     )
     from .sharding.held import Boxes, Claims, GlobalTensor, Rectangle, intersect_rectangles, subtract_rectangle
     from .sharding.joint import JointOptimizer
-    from .sharding.kept_dtype import kept_tensors, packed_weights
+    from .sharding.kept_dtype import keep_packed_weights_, kept_tensors, packed_scales, packed_weights
     from .sharding.merging import merge_claims
     from .sharding.on_grid import EXACT_LIMIT, exact_sum, on_grid
     from .sharding.optimizers import drop_reads_, has_stepped, zero_grad_
@@ -170,6 +170,7 @@ __all__ = [
     "is_library_path",
     "is_per_element",
     "keep",
+    "keep_packed_weights_",
     "kept_tensors",
     "launch",
     "merge_claims",
@@ -178,6 +179,7 @@ __all__ = [
     "on_settle",
     "on_written",
     "original_name",
+    "packed_scales",
     "packed_weights",
     "parse_size",
     "part_of",
@@ -256,7 +258,7 @@ _MODULE_OF = {
             *("intersect_rectangles", "subtract_rectangle"),
         ),
         "sharding.joint": ("JointOptimizer",),
-        "sharding.kept_dtype": ("kept_tensors", "packed_weights"),
+        "sharding.kept_dtype": ("keep_packed_weights_", "kept_tensors", "packed_scales", "packed_weights"),
         "sharding.merging": ("merge_claims",),
         "sharding.on_grid": ("EXACT_LIMIT", "exact_sum", "on_grid"),
         "sharding.optimizers": ("drop_reads_", "has_stepped", "zero_grad_"),

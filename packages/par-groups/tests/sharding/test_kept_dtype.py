@@ -1,10 +1,12 @@
 """Parameters and buffers that keep their dtype when a model is cast."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
-from par_groups import attributes, kept_tensors, packed_weights
+from par_groups import attributes, keep_packed_weights_, kept_tensors, packed_scales, packed_weights
 
 
 class Router(nn.Module):
@@ -82,3 +84,30 @@ def test_packed_weights_keep_their_dtype():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight.requires_grad_(False).quant_state = object()  # as bitsandbytes marks them
     assert packed_weights(model) == kept_tensors(model, torch.bfloat16) == {"1.weight": model[1].weight}
+
+
+def test_packed_scales_are_those_of_both_levels():
+    second = SimpleNamespace(absmax=torch.ones(1), offset=None, code=torch.ones(256), state2=None)
+    first = SimpleNamespace(absmax=torch.ones(8), offset=torch.zeros(()), code=torch.ones(16), state2=second)
+    packed, plain = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
+    packed.quant_state = first
+    scales = packed_scales([("w", packed), ("b", plain)])
+    assert {name: each.numel() for name, each in scales.items()} == {
+        "w.0.absmax": 8,
+        "w.0.offset": 1,
+        "w.0.code": 16,
+        "w.1.absmax": 1,
+        "w.1.code": 256,
+    }
+
+
+def test_kept_packed_weight_is_the_same_object_on_its_device():
+    linear, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    linear.weight.quant_state = object()
+    keep_packed_weights_(nn.Sequential(linear, other))
+    assert linear.support_avx512bf16_for_cpu is False
+    assert not hasattr(other, "support_avx512bf16_for_cpu")
+    assert linear.weight.to(torch.device("cpu")) is linear.weight
+    assert linear.weight.to(torch.device("cpu"), None, False) is linear.weight
+    assert linear.weight.to("meta").is_meta
+    assert linear.weight.to(torch.float64).dtype == torch.float64

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import Sharding, backend_of, together
+from par_groups import Sharding, backend_of, keep_packed_weights_, together
 
 from ._budget import fit_to_budgets, plan_room
 from ._collectives import abort, communicators, connect, is_in_use
@@ -357,6 +357,7 @@ def _bring_rest_(
         if device is not None and not tensor.is_meta:
             # Packed parameters are on the device already, so this does not move them.
             tensor.data = tensor.data.to(device)
+    keep_packed_weights_(module)
     make_rest_alike_(module, packed, shares, place)
 
 

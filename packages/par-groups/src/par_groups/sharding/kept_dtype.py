@@ -1,8 +1,11 @@
-"""Parameters and buffers whose dtype a cast of the model leaves unchanged."""
+"""Parameters and buffers whose dtype a cast of the model leaves unchanged, such as packed weights."""
 
 import re
+from collections.abc import Iterable
+from functools import partial
 from itertools import chain
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +71,45 @@ def packed_weights(module: nn.Module) -> dict[str, Tensor]:
     """
     # bitsandbytes' own code finds them by this attribute.
     return {name: each for name, each in module.named_parameters() if hasattr(each, "quant_state")}
+
+
+def packed_scales(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the scales of weights that bitsandbytes has packed in 4 bits. They are no buffers of a module.
+
+    Args:
+        weights: Parameters with their names; those that are not packed are skipped.
+    """
+    scales: dict[str, Tensor] = {}
+    for name, weight in weights:
+        state, level = getattr(weight, "quant_state", None), 0
+        while state is not None:  # scales may be packed themselves, with scales of their own
+            held = {"absmax": state.absmax, "offset": state.offset, "code": state.code}
+            scales.update({f"{name}.{level}.{key}": each for key, each in held.items() if each is not None})
+            state, level = state.state2, level + 1
+    return scales
+
+
+def keep_packed_weights_(module: nn.Module) -> None:
+    """Let no forward replace weights that bitsandbytes has packed: a sharded weight must stay the same object.
+
+    Two forwards do so on a CPU. `Linear4bit` in eval mode packs the codes again and rounds the scales, where the CPU
+    has AVX-512 for bf16. DoRA of peft assigns `weight.to(weight.device)`, which is a new parameter.
+
+    Args:
+        module: Model, or a part of a model.
+    """
+    for owner in module.modules():
+        for weight in owner._parameters.values():
+            if hasattr(weight, "quant_state"):
+                vars(owner)["support_avx512bf16_for_cpu"] = False
+                vars(weight)["to"] = partial(_moved, ref(weight))  # weak: a cycle would be freed late
+
+
+def _moved(reference: "ref[Any]", *args: Any, **options: Any) -> Any:
+    """Return a packed weight itself if only its own device is requested, else what `to` returns."""
+    weight: Any = reference()  # alive: this is its method
+    stays = all(each in (None, False, True, weight.device) for each in (*args, *options.values()))
+    return weight if stays else type(weight).to(weight, *args, **options)
 
 
 def _pattern_of(model: Any, dtype: torch.dtype) -> "re.Pattern[str] | None":

@@ -4,13 +4,14 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from par_groups import Box, Sharding, Topology, set_sharding, whole
+from par_groups import Box, Sharding, Topology, packed_scales, set_sharding, whole
 
 from ..layers.parameter import Rows
 from ..modes.grid import Axes, Grid, stand_ins
@@ -125,6 +126,7 @@ def make_alike_(model: nn.Module, group: dist.ProcessGroup, device: torch.device
         # Sorted below, because a set has another order in each process, and the ranks' broadcasts must match.
         saved = module._buffers.keys() - module._non_persistent_buffers_set
         tensors.update({id(each): each for name in sorted(saved) if (each := module._buffers[name]) is not None})
+    tensors.update({id(each): each for each in packed_scales(model.named_parameters()).values()})
     source = dist.get_global_rank(group, 0)
     for tensor in tensors.values():
         if tensor.is_meta:
@@ -144,7 +146,9 @@ def keep_part_(parameter: nn.Parameter, part: ParameterShard) -> None:
         parameter: The full parameter. A parameter on the meta device stays there and gets the shard's shape.
         part: This rank's shard.
     """
-    if part.shape != tuple(parameter.shape):
+    if is_packed_4bit(parameter) and part.sharding.shape != tuple(parameter.shape):
+        _keep_blocks_(parameter, part)
+    elif part.shape != tuple(parameter.shape):
         parameter.data = _taken(parameter.data, part)
     set_sharding(parameter, part.sharding)
 
@@ -160,6 +164,71 @@ def _taken(tensor: Tensor, part: ParameterShard) -> Tensor:
     for box in boxes:
         box.of(local).copy_(tensor[box.slices])
     return local
+
+
+def is_packed_4bit(weight: Any) -> bool:
+    """Return whether bitsandbytes has packed a weight into codes of 4 bits, with a scale for each block of them."""
+    state = getattr(weight, "quant_state", None)
+    return state is not None and getattr(state, "quant_type", None) in ("nf4", "fp4")
+
+
+def shape_of_codes(weight: Any, block: int, name: str) -> tuple[int, int]:
+    """Return [out, in / n], the shape of packed codes as a matrix whose elements each hold n weights of one row.
+
+    Args:
+        weight: Packed weight [elements, 1]. bitsandbytes packs a matrix [out, in] row by row.
+        block: Consecutive weights of a row that stay on one rank: all of them, or those of a tensor rank.
+        name: Name of the parameter, for the message.
+
+    Raises:
+        TypeError: bitsandbytes has packed the weight again, for inference on a CPU.
+        ValueError: The weights are not a whole number of blocks.
+    """
+    state = weight.quant_state
+    if getattr(state, "packing_format_for_cpu", False):
+        raise TypeError(
+            f"{name!r} has the layout that bitsandbytes uses for inference on a CPU, whose scales are rounded; load "
+            "the model again, and shard it before its first forward in eval mode"
+        )
+    out, inner = state.shape
+    if block % state.blocksize:
+        raise ValueError(
+            f"a rank would have {block} of the {inner} weights in a row, and bitsandbytes packs them in blocks of "
+            f"{state.blocksize}, which must stay whole; use fewer tensor ranks, or do not quantize this layer "
+            "(llm_int8_skip_modules)"
+        )
+    return out, inner * weight.numel() // (out * inner)
+
+
+def _keep_blocks_(weight: Any, part: ParameterShard) -> None:
+    """Replace packed codes by this rank's blocks [rows, columns], and the scales by those of the blocks.
+
+    Scales that are packed again (double quantization) become fp32 first, by the arithmetic that bitsandbytes does in
+    each forward. Their own blocks cover several rows of the weight, and a shard's rows need not begin with one.
+    """
+    state = copy.copy(weight.quant_state)
+    if state.state2 is not None:
+        functional = import_module("bitsandbytes.functional")
+        state.absmax = functional.dequantize_blockwise(state.absmax, state.state2).add_(state.offset).float()
+        state.offset, state.state2, state.nested = None, None, False
+    out, columns = part.sharding.shape
+    scales = state.absmax.view(out, -1)
+    each = columns // scales.shape[1]  # elements of codes with one scale
+    boxes = tuple(
+        replace(
+            box,
+            start=(box.start[0], box.start[1] // each),
+            size=(box.size[0], box.size[1] // each),
+            offset=box.offset // each,
+            stride=(box.stride[0] // each, 1),
+        )
+        for box in part.sharding.boxes
+    )
+    rows, width = part.shape
+    state.absmax = _taken(scales, ParameterShard(Sharding(tuple(scales.shape), boxes), (rows, width // each))).view(-1)
+    state.shape = torch.Size((rows, width * state.shape[1] // columns))
+    weight.data = _taken(weight.data.view(out, columns), part)
+    weight.quant_state = state
 
 
 class ShardingRecords:

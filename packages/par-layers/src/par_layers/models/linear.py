@@ -1,5 +1,6 @@
 """Linears of an existing model that became columns and rows: the same objects, with another class."""
 
+from importlib import import_module
 from typing import Any, Protocol, Self
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from par_groups import WeightGradHook, WeightGradient, attributes, weight_and_hook
+from par_groups import WeightGradHook, WeightGradient, attributes, keep_packed_weights_, weight_and_hook
 
 from .._collectives import (
     all_gather_to,
@@ -29,6 +30,7 @@ from ..modes.product_1d import (
     weight_gradient,
 )
 from ..modes.rules import ParallelMatmul
+from .cutting import is_packed_4bit
 from .sequence import CutSequence
 
 
@@ -201,6 +203,8 @@ class _Adopted(ParallelLayer, nn.Linear):
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None, WeightGradHook | None]:
         """Return x, this rank's weight [n, k] and bias in autocast's dtype, and the hook of the weight gradient."""
+        if is_packed_4bit(self.weight):  # a cast would change the codes; the weight is frozen
+            return x, self.weight, None if self.bias is None else self.bias.to(x.dtype), None
         if not self.transposed:
             weight, hook = weight_and_hook(self) if self.linear is None else (self.weight, None)
         elif self.linear is None:
@@ -210,6 +214,28 @@ class _Adopted(ParallelLayer, nn.Linear):
             weight, hook = self.weight.t(), None
         x, weight, bias = in_autocast_dtype(x, weight, self.bias)
         return x, weight, bias, hook
+
+
+class PackedMatmul:
+    """Matmul by a weight that bitsandbytes has packed, in place of torch's.
+
+    bitsandbytes dequantizes this rank's shard of one layer in the forward, and again in the backward. It saves neither
+    the dequantized weight nor x.
+
+    Args:
+        dtype: The dtype of the matmul; None for that of x. The output has the dtype of x.
+    """
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self.dtype = dtype
+
+    def __call__(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+        """Map [..., k] to [..., n] by packed codes [n, k / weights of an element]."""
+        dtype = self.dtype or x.dtype
+        own = None if bias is None else bias.to(dtype)
+        multiply = import_module("bitsandbytes").matmul_4bit
+        y: Tensor = multiply(x.to(dtype), weight, bias=own, quant_state=weight.quant_state)
+        return y.to(x.dtype)
 
 
 def _turned(hook: WeightGradHook) -> WeightGradHook:
@@ -321,5 +347,11 @@ def adopt_linear_(
     if transposed:
         # Conv1D has other names for its features, and checks of Columns and Rows read torch's.
         inside["in_features"], inside["out_features"] = inside["nx"], inside["nf"]
+    weight: Any = linear.weight
+    product = None
+    if is_packed_4bit(weight):
+        product = PackedMatmul(inside.get("compute_dtype"))
+        inside["quant_state"] = weight.quant_state  # bitsandbytes holds it twice
+        keep_packed_weights_(linear)
     linear.__class__ = adopted
-    inside.update(grid=grid, axes=axes, transposed=transposed, linear=None, **attributes)
+    inside.update(grid=grid, axes=axes, transposed=transposed, linear=product, **attributes)

@@ -83,7 +83,8 @@ class Proof:
             for name, parameter in child.named_parameters(path, recurse=False):
                 record = sharding_of(parameter)
                 # A sharded parameter, or one whose gradient is summed over ranks later, is as it should be.
-                is_partial = any(box.size != record.shape or box.sum_over for box in record.boxes)
+                # At ZeRO's stage 3 every parameter is sharded, and a rank may hold nothing of a small one.
+                is_partial = not record.boxes or any(box.size != record.shape or box.sum_over for box in record.boxes)
                 if id(parameter) in used and not is_partial and not isinstance(child, ParallelLayer):
                     raise ValueError(
                         f"parameter {name!r} is used between the sharded linears of {self.name!r} and has no rule, so "

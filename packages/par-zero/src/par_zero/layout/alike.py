@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_groups import agree
+from par_groups import agree, packed_scales
 
 from .build import shares_of
 from .sharers import DataParallelGroup
@@ -41,6 +41,7 @@ def make_rest_alike_(
     for name, parameter in module.named_parameters():
         if parameter not in packed and (found := shares_of(parameter, shares)):
             rest[found[0]][name] = parameter
+    rest[0].update(packed_scales((name, each) for name, each in module.named_parameters() if each in packed))
     if len(shares) == 1:
         rest[0].update(module.named_buffers())
     for share, tensors in zip(shares, rest, strict=True):

@@ -8,6 +8,7 @@ from par_groups import LaneCounts
 
 from ...modes.lanes import check_head, check_lanes
 from ..adapters import base_model
+from ..cutting import is_packed_4bit
 from ..plans.plans import Plan, resolve
 from ..plans.styles import ColumnParallel, EmbeddingParallel, ExpertParallel, PartialGradient, Replicated, RowParallel
 from ..survey.kinds import features_of, is_conv1d, is_norm, parent
@@ -101,6 +102,11 @@ def _check_linear(
     found: Survey, modules: dict[str, nn.Module], name: str, style: ColumnParallel | RowParallel, lanes: LaneCounts
 ) -> None:
     outputs, inputs = features_of(modules[name])
+    if is_packed_4bit(modules[name].weight):
+        raise ValueError(
+            f"{name!r} has a weight that bitsandbytes has packed, whose matmul has no form in lanes; leave numerics as "
+            "it is, or load the model without quantization"
+        )
     length = outputs if isinstance(style, ColumnParallel) else inputs
     if style.blocks != 1 and isinstance(style, RowParallel):
         raise ValueError(f"the rule of {name!r} is {style}, which has no form in lanes; use blocks=1")

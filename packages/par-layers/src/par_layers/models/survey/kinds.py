@@ -9,6 +9,8 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import activation
 
+from ..cutting import is_packed_4bit
+
 BY_TOKEN = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity)
 """Modules of torch that treat each token by itself, beside its activations."""
 
@@ -74,8 +76,12 @@ def computed_arguments(kind: type[nn.Module]) -> set[str]:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is a supported linear: torch's own, or transformers' Conv1D."""
-    return (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward) or is_conv1d(module)
+    """Return whether a module is a supported linear: torch's own, transformers' Conv1D, or bitsandbytes' in 4 bits."""
+    if not isinstance(module, nn.Linear):
+        return is_conv1d(module)
+    return type(module).forward is nn.Linear.forward or (
+        type(module).__module__.startswith("bitsandbytes.") and is_packed_4bit(module.weight)
+    )
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -103,7 +109,7 @@ def features_of(module: nn.Module, name: str = "") -> tuple[int, int]:
         raise TypeError(f"{name!r}: {what}; give it the rule 'replicate', or load the model without that")
     _check_own_weight(module, name)
     weight: Any = module.weight
-    out, inner = weight.shape
+    out, inner = weight.quant_state.shape if is_packed_4bit(weight) else weight.shape
     return (inner, out) if is_conv1d(module) else (out, inner)
 
 
@@ -142,7 +148,7 @@ def _check_own_weight(module: nn.Module, name: str) -> None:
             f"{name!r}: its weight is computed, as by weight_norm, spectral_norm, a parametrization or pruning, and "
             "cannot be sharded; use 'replicate' there, or remove the parametrization before the model is sharded"
         )
-    if type(weight) is not nn.Parameter:
+    if type(weight) is not nn.Parameter and not is_packed_4bit(weight):
         raise TypeError(
             f"{name!r}: its weight is a {type(weight).__name__}, and only a plain nn.Parameter can be cut; use "
             "'replicate' there"

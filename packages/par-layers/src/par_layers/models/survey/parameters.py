@@ -1,6 +1,8 @@
 """The shard of each parameter that a plan gives to this rank, and the axes over which its gradient is a partial sum."""
 
+import math
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,7 +12,7 @@ from ...layers.embedding import padded
 from ...layers.linear import block_rows
 from ...layers.parameter import Rows
 from ...modes.grid import Axes, Grid
-from ..cutting import ParameterShard, part_along, part_whole
+from ..cutting import ParameterShard, is_packed_4bit, part_along, part_whole, shape_of_codes
 from ..plans.plans import names_around
 from ..plans.styles import (
     ColumnParallel,
@@ -106,7 +108,7 @@ class ParameterShards:
             if isinstance(style, ColumnParallel):
                 return self._column_part(path, style, module, own, parameter)
             if isinstance(style, RowParallel):
-                return self._row_part(style, module, own, parameter)
+                return self._row_part(path, style, module, own, parameter)
             if isinstance(style, EmbeddingParallel):
                 return self._table_part(style, module, parameter)
         except ValueError as error:
@@ -116,25 +118,35 @@ class ParameterShards:
     def _column_part(
         self, path: str, style: ColumnParallel, module: nn.Module, own: str, parameter: Tensor
     ) -> ParameterShard:
-        features, _ = features_of(module)
+        features, inner = features_of(module)
+        shape = tuple(parameter.shape)
+        if is_packed_4bit(parameter):
+            shape = shape_of_codes(parameter, inner, join(path, own))
         dim = 0 if own == "bias" or not is_conv1d(module) else 1
         if style.gather:
             # Padding is allowed here, because it is cut off after the gather.
             length = padded(features, self.grid.size(self.axes))
-            return part_along(parameter.shape, dim, [Rows(length=features, axes=self.axes, padded=length)], self.grid)
+            return part_along(shape, dim, [Rows(length=features, axes=self.axes, padded=length)], self.grid)
         style = with_unit(style, self.unit(path))
         blocks = style.blocks if isinstance(style.blocks, int) else list(style.blocks)
-        return part_along(
-            parameter.shape, dim, block_rows(features, blocks, style.unit, self.axes, self.grid), self.grid
-        )
+        return part_along(shape, dim, block_rows(features, blocks, style.unit, self.axes, self.grid), self.grid)
 
-    def _row_part(self, style: RowParallel, module: nn.Module, own: str, parameter: Tensor) -> ParameterShard | None:
+    def _row_part(
+        self, path: str, style: RowParallel, module: nn.Module, own: str, parameter: Tensor
+    ) -> ParameterShard | None:
         _, features = features_of(module)
         # The bias is added once, to the sum over the ranks, so each rank has all of it.
         if own == "bias":
             return None
+        runs = self._runs(features, style.blocks)
+        if is_packed_4bit(parameter):
+            ranks = self.grid.size(self.axes)
+            block = math.gcd(*(run.length // ranks for run in runs))
+            shape = shape_of_codes(parameter, block, join(path, own))
+            each = features // shape[1]  # weights in one element of the codes
+            return part_along(shape, 1, [replace(run, length=run.length // each) for run in runs], self.grid)
         dim = 0 if is_conv1d(module) else 1
-        return part_along(parameter.shape, dim, self._runs(features, style.blocks), self.grid)
+        return part_along(parameter.shape, dim, runs, self.grid)
 
     def _table_part(self, style: EmbeddingParallel, module: nn.Module, parameter: Tensor) -> ParameterShard:
         assert isinstance(module, nn.Embedding)  # noqa: S101 - `check_embedding` has checked it
