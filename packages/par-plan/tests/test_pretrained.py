@@ -7,7 +7,7 @@ import torch
 
 from par_groups import Topology
 from par_layers import plan_shardings
-from par_plan import Machine, PretrainedShape, TrainingJob, predict
+from par_plan import Machine, PretrainedShape, TrainingJob, model_flops, predict
 from par_plan.models.pretrained import shares
 from par_plan.models.pretrained.structure import Structure
 from par_plan.report import PlanReport
@@ -157,6 +157,36 @@ def test_a_model_that_was_cut_and_a_context_without_tokens_are_refused():
         PretrainedShape(model)
     with pytest.raises(ValueError, match="context is 0; it"):
         PretrainedShape(on_meta(), context=0)
+
+
+def test_images_that_a_model_does_not_take_are_refused():
+    vision = {"depth": 2, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4}
+    config = transformers.Qwen2_5_VLConfig(vision_config=vision, text_config={**TEXT, "num_hidden_layers": 2})
+    siglip = transformers.SiglipVisionConfig(hidden_size=32, num_attention_heads=2, image_size=8, patch_size=4)
+    fixed = transformers.LlavaConfig(vision_config=siglip, text_config=transformers.LlamaConfig(**TEXT))
+    with torch.device("meta"):
+        dynamic = transformers.Qwen2_5_VLForConditionalGeneration(config)
+        fixed = transformers.LlavaForConditionalGeneration(fixed)
+    for model, options, message in (
+        (on_meta(), {"images": 1}, "images=1: LlamaForCausalLM has no get_image_features, so it reads no images"),
+        (on_meta(), {"images": -1}, "images=-1: it must be 0 or more"),
+        (on_meta(), {"image_size": (8, 8)}, "images=0: it must be 0 or more, and positive with image_size"),
+        (dynamic, {"images": 1, "image_size": (12, 8)}, r"image_size=\(12, 8\): .* pass multiples of 8 pixels"),
+        (dynamic, {"images": 5, "image_size": (16, 16)}, "5 images need 20 tokens, and context=16; pass fewer"),
+        (fixed, {"images": 1, "image_size": (16, 16)}, r"LlavaForConditionalGeneration takes images of \(8, 8\) only"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            PretrainedShape(model, context=CONTEXT, **options)
+    # Two images of 16 patches, which attend to themselves, and a frozen encoder, which has no backward.
+    flops = []
+    for trained in (True, False):
+        dynamic.model.visual.requires_grad_(trained)
+        shapes = [
+            PretrainedShape(dynamic, context=CONTEXT, images=n, image_size=(n and (16, 16)) or None) for n in (0, 2)
+        ]
+        text, both = (model_flops(each) for each in shapes)
+        flops.append(both - text)
+    assert flops[0] == pytest.approx(3 * flops[1])
 
 
 @pytest.mark.storm  # the small models above are reckoned by the same code

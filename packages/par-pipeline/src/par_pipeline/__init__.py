@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         remove_foreign_parameters_,
     )
     from .stages.build import build_stage
+    from .stages.images import image_inputs
     from .stages.lazy import Lazy
     from .wire.lanes import Lanes, make_lanes
 
@@ -67,6 +68,7 @@ __all__ = [
     "build_stages",
     "dualpipe_v",
     "gpipe",
+    "image_inputs",
     "interleaved",
     "looped_bfs",
     "make_lanes",
@@ -87,6 +89,7 @@ __all__ = [
 
 _LATE = {
     "stages.build": ("build_stage",),
+    "stages.images": ("image_inputs",),
     "stages.lazy": ("Lazy",),
     "runtime.microbatches": ("Batch", "Microbatches", "Result", "split_keywords", "split_rows"),
     "runtime.offload": ("ActivationOffload",),

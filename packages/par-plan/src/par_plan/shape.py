@@ -312,6 +312,10 @@ class ParameterCount:
         table: Elements of the embedding's table, if the rank has it.
         largest: Elements of the largest tensor.
         tensors: Number of tensors.
+        items: Trained and frozen elements of each module in a container outside the blocks, such as the blocks of an
+            encoder of images. Like a block, such a module is a unit of ZeRO stage 3.
+        frozen: Frozen elements among the total.
+        frozen_block: Frozen elements of one block.
     """
 
     total: int
@@ -321,6 +325,9 @@ class ParameterCount:
     table: int
     largest: int
     tensors: int
+    items: tuple[tuple[int, int], ...] = ()
+    frozen: int = 0
+    frozen_block: int = 0
 
 
 def count(shape: Shape, split: TensorSplit, part: ModelSlice) -> ParameterCount:

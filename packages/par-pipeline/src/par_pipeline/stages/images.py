@@ -79,6 +79,47 @@ def _skip_blocks(tower: nn.Module) -> None:
             block.__dict__["forward"] = lambda hidden_states, *_, **__: hidden_states
 
 
+def image_inputs(
+    model: Any, count: int, size: tuple[int, int] | None = None, device: str | None = None
+) -> dict[str, Tensor]:
+    """Return pixels of images, with random values, and their grid, as the processor of a model returns them.
+
+    Args:
+        model: A Hugging Face Transformers model with `get_image_features`.
+        count: Number of images.
+        size: Height and width of an image in pixels, after the processor has resized it. Default: the size in the
+            model's configuration, or the smallest that is merged to 2 x 2 tokens if the model takes any size.
+        device: Device of the pixels. Default: torch's.
+
+    Raises:
+        AttributeError: The configuration lacks a size.
+        ValueError: The size is not a multiple of the patches, or the model takes another size only.
+    """
+    vision: Any = model.config.vision_config
+    channels: int = vision.num_channels if hasattr(vision, "num_channels") else getattr(vision, "in_channels", 3)
+    if "image_grid_thw" not in inspect.signature(model.forward).parameters:
+        own: Any = vision.image_size
+        fixed = (own, own) if isinstance(own, int) else tuple(own)
+        if size is not None and size != fixed:
+            raise ValueError(
+                f"image_size={size}: the encoder of {type(model).__name__} takes images of {fixed} only; leave "
+                "image_size out"
+            )
+        return {"pixel_values": torch.rand(count, channels, *fixed, device=device)}
+    # The pixels are patches, and the grid has their numbers in time, height and width.
+    patch, merge = vision.patch_size, vision.spatial_merge_size
+    height, width = (2 * merge * patch,) * 2 if size is None else size
+    if height % (merge * patch) or width % (merge * patch) or min(height, width) < 1:
+        raise ValueError(
+            f"image_size={size}: {type(model).__name__} merges patches of {patch} pixels by {merge} x {merge}; pass "
+            f"multiples of {merge * patch} pixels"
+        )
+    grid = [1, height // patch, width // patch]
+    features = channels * getattr(vision, "temporal_patch_size", 1) * patch**2
+    pixels = torch.rand(count * grid[1] * grid[2], features, device=device)
+    return {"pixel_values": pixels, "image_grid_thw": torch.tensor([grid] * count)}
+
+
 def _example(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Return token ids [2, time] with the placeholders of one image, and the other arguments of a forward.
 
@@ -86,19 +127,11 @@ def _example(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
         AttributeError: The configuration lacks a size.
     """
     config: Any = model.config
-    vision: Any = config.vision_config
     takes = inspect.signature(model.forward).parameters
-    channels: int = vision.num_channels if hasattr(vision, "num_channels") else getattr(vision, "in_channels", 3)
-    if "image_grid_thw" in takes:
-        # The pixels are patches, and the grid has their numbers in time, height and width.
-        merge, patch = vision.spatial_merge_size, vision.patch_size
-        width = channels * getattr(vision, "temporal_patch_size", 1) * patch**2
-        given = {"pixel_values": torch.rand(4 * merge**2, width)}
-        given["image_grid_thw"] = torch.tensor([[1, 2 * merge, 2 * merge]])
+    given = image_inputs(model, 1)
+    if "image_grid_thw" in given:
         count = 4
     else:
-        size = vision.image_size
-        given = {"pixel_values": torch.rand(1, channels, *((size, size) if isinstance(size, int) else size))}
         # The number of placeholders depends on the projector, so it is counted.
         features = model.get_image_features(**given, return_dict=True).pooler_output
         parts = [features] if isinstance(features, Tensor) else list(features)

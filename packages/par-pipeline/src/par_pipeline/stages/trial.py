@@ -8,6 +8,7 @@ identities replace the layers, shows both: it runs once with token ids, and once
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,14 @@ def find_plan(model: nn.Module) -> StagePlan:
     # A list inside of another list is part of a layer, such as a list of experts.
     outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
     sizes = {name: sum(each.numel() for each in lists[name].parameters()) for name in outermost}
-    names = sorted((name for name in outermost if sizes[name]), key=lambda name: -sizes[name])
+    tables = {name: each.weight.numel() for name, each in model.named_modules() if isinstance(each, nn.Embedding)}
+    around = max(tables, key=lambda name: tables[name], default="").rpartition(".")[0]
+    # The layers are next to the embedding of tokens. A trial of another list, such as an encoder's, would compute these
+    # layers at their real sizes, for minutes.
+    names = sorted(
+        (name for name in outermost if sizes[name]),
+        key=lambda name: (not name.startswith(f"{around}.".lstrip(".")), -sizes[name]),
+    )
     if not names:
         raise TypeError(
             f"{type(model).__name__} has no _pp_plan and no nn.ModuleList of layers, so it cannot be split into "
@@ -43,8 +51,12 @@ def find_plan(model: nn.Module) -> StagePlan:
         )
     with torch.no_grad():
         # The towers of a model that reads tokens alone do not run, so that their lists are no chains.
-        trials = [_StageTrial(model, layers, values) for layers in names for values in FORMS]
-        found = next((each for each in trials if not each.problem), max(trials, key=lambda each: each.reached))
+        trials: list[_StageTrial] = []
+        for layers, values in product(names, FORMS):
+            trials.append(_StageTrial(model, layers, values))
+            if not trials[-1].problem:
+                break
+        found = trials[-1] if not trials[-1].problem else max(trials, key=lambda each: each.reached)
         problem = found.problem or found.problem_of_stages()
     if problem:
         raise TypeError(

@@ -87,6 +87,8 @@ class ZeroSharding:
         gathered: Number of elements that are whole at a time, at stage 3.
         stays: Number of those that are gathered once a pass, and not again for backward.
         reduced: Number of elements for which there are buffers that pieces are reduced in, one after the other.
+        frozen: Number of elements in this rank's frozen parameters, which are sharded at stage 3 only.
+        frozen_chunks: Number of pieces of frozen parameters, which stage 3 gathers one by one.
     """
 
     zero: int
@@ -99,6 +101,8 @@ class ZeroSharding:
     gathered: int
     stays: int
     reduced: int
+    frozen: int = 0
+    frozen_chunks: int = 0
 
     @property
     def received(self) -> float:
@@ -136,7 +140,7 @@ def zero_sharding(
         gloo: Whether a reduce-scatter needs a receive buffer as large as its input, as in `ZeroSharding`. Default:
             False.
     """
-    elements, bucket = count.total, BUCKET // numbers.master
+    elements, bucket, frozen_chunks = count.total - count.frozen, BUCKET // numbers.master, 0
     if zero < 3:  # parameters fill buckets in their order
         # A chunk closes behind the parameter that fills it, so it may exceed the bucket by this parameter.
         chunk = min(elements, bucket + count.largest)
@@ -145,18 +149,22 @@ def zero_sharding(
         # One chunk fills while the other one is reduced.
         reduced = min(elements, 2 * chunk)
     else:  # a unit is as many blocks as fill a bucket; embeddings, last norm and classifier are one more
-        blocks_a_unit = max(1, bucket // count.block)
-        units = math.ceil(count.blocks / blocks_a_unit)
-        unit = count.block * min(blocks_a_unit, count.blocks)
-        last_unit = count.block * (count.blocks - (units - 1) * blocks_a_unit)
-        chunk = max(unit, count.ends)
-        chunks = units + 1
+        block = (count.block - count.frozen_block, count.frozen_block)
+        units = _joined([*count.items, *[block] * count.blocks], bucket)
+        frozen_ends = count.frozen - sum(frozen for _, frozen in units)
+        sizes, reductions = [sum(unit) for unit in units], [trained for trained, _ in units if trained]
+        chunk = max([*reductions, count.ends - frozen_ends])
+        chunks = len(reductions) + (count.ends > frozen_ends)
+        frozen_chunks = sum(frozen > 0 for _, frozen in units) + (frozen_ends > 0)
         # The next unit is gathered while one computes; embeddings and classifier stay gathered during the pass.
-        gathered = min(elements, count.ends + 2 * unit)
-        # The last two units of forward are the first of backward, and stay gathered between them.
-        stays = count.ends + last_unit + (unit if units > 1 else 0)
+        gathered = min(count.total, count.ends + 2 * max(sizes))
+        # The last two units of forward are the first of backward, and stay gathered between them. No gradient reaches
+        # frozen units in front of all trained ones, so backward does not gather them.
+        first = next((number for number, (trained, _) in enumerate(units) if trained), len(units))
+        last = max(first, len(units) - 2)
+        stays = count.ends + sum(sizes[:first]) + sum(sizes[last:])
         # A larger chunk that comes later makes both buffers larger.
-        reduced = 2 * chunk if units > 1 or count.ends > unit else elements
+        reduced = 2 * chunk if len(units) > 1 or count.ends > sizes[0] else elements
     return ZeroSharding(
         zero=zero,
         ranks=ranks,
@@ -168,7 +176,21 @@ def zero_sharding(
         gathered=gathered,
         stays=stays,
         reduced=reduced,
+        frozen=count.frozen,
+        frozen_chunks=frozen_chunks,
     )
+
+
+def _joined(modules: Sequence[tuple[int, int]], bucket: int) -> list[tuple[int, int]]:
+    """Return the trained and frozen elements of units: neighbours that together have at most `bucket` elements."""
+    units: list[tuple[int, int]] = []
+    for trained, frozen in modules:
+        # A module larger than the bucket is a unit of its own.
+        if units and sum(units[-1]) + trained + frozen <= bucket:
+            units[-1] = (units[-1][0] + trained, units[-1][1] + frozen)
+        else:
+            units.append((trained, frozen))
+    return units
 
 
 def share_buffers(replicas: Sequence[ZeroSharding]) -> tuple[ZeroSharding, ...]:
@@ -251,12 +273,12 @@ def state_memory(replicas: ZeroSharding, numbers: NumberWidths) -> MemoryUse:
         # unsharded.
         whole_gradients = elements if replicas.accumulates else reduced
     if zero == 3:
-        gathered = elements if replicas.accumulates else replicas.gathered
+        gathered = elements + replicas.frozen if replicas.accumulates else replicas.gathered
     copies = elements / (ranks if zero else 1) if numbers.copied else 0
     # Of each kind par-zero keeps two buffers, and units are freed last.
     kept = min(2 * replicas.chunk, elements) * ((zero >= 2) + replicas.received) * numbers.gradient
     return MemoryUse(
-        parameters=state.parameters,
+        parameters=state.parameters + replicas.frozen / (ranks if zero == 3 else 1) * numbers.weight,
         gradients=state.gradients,
         optimizer=state.optimizer,
         buffers=(received + whole_gradients) * numbers.gradient + gathered * numbers.weight,

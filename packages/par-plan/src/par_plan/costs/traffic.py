@@ -79,8 +79,9 @@ def data_traffic(
         transfers.append(flags_traffic(ranks, axis))
     if zero:
         again = zero == 3 and not accumulates  # gathered for forward and for backward, but for those that stay
-        parameters = both - gradients - (replicas.stays * others if again else 0)
-        operations = replicas.chunks * (2 if again else 1)
+        frozen, of_frozen = (replicas.frozen, replicas.frozen_chunks) if zero == 3 else (0, 0)
+        parameters = both - gradients + frozen * others * (1 + again) - (replicas.stays * others if again else 0)
+        operations = (replicas.chunks + of_frozen) * (1 + again)
         transfers.append(
             AxisTraffic(axis=axis, what="parameters", operations=operations, bytes=parameters * numbers.weight)
         )

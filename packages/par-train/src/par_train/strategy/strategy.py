@@ -147,7 +147,15 @@ class Strategy(StrategyFiles):
         """
         return make_part(self, path, plan=plan, dtype=dtype, adapter=adapter, attention=attention, weights=weights)
 
-    def plan(self, model: nn.Module | None = None, *, batch: int | None = None, context: int | None = None) -> StepPlan:
+    def plan(
+        self,
+        model: nn.Module | None = None,
+        *,
+        batch: int | None = None,
+        context: int | None = None,
+        images: int = 0,
+        image_size: tuple[int, int] | None = None,
+    ) -> StepPlan:
         """Predict the memory, the traffic and the pipeline bubble of a training step on this rank.
 
         For initialized models, the prediction covers the state and the traffic over data ranks. For a transformers
@@ -158,9 +166,12 @@ class Strategy(StrategyFiles):
                 models.
             batch: The rows of a step of `model` over all ranks. Default: one for each microbatch of each data rank.
             context: The tokens of a row of `model`. Default: the model's number of positions.
+            images: The images of a row of `model`. Default: 0, rows of text.
+            image_size: Height and width of an image in pixels. Default: the size in the model's configuration.
 
         Raises:
-            ValueError: The model cannot be sharded over these ranks, or the batch does not divide.
+            ValueError: The model cannot be sharded over these ranks, it takes no such images, or the batch does not
+                divide.
         """
         job, gloo = self.job(), self.device.type == "cpu"
         if model is None:
@@ -170,8 +181,8 @@ class Strategy(StrategyFiles):
         batch = microbatches * self.groups.size(self.data_axes) if batch is None else batch
         name = self.options.pipeline_keywords.get("schedule", "1f1b")
         job = replace(job, batch=batch, schedule=name, microbatches=microbatches)
-        shape, rank = PretrainedShape(model, context=context), self.groups.rank("pipeline")
-        return plan_unsharded_model(shape, self.groups.topology, job, rank=rank, gloo=gloo)
+        shape = PretrainedShape(model, context=context, images=images, image_size=image_size)
+        return plan_unsharded_model(shape, self.groups.topology, job, rank=self.groups.rank("pipeline"), gloo=gloo)
 
     def initialize(self, *objects: Any, plans: Mapping[nn.Module, Plan] | None = None) -> Any:
         """Make models, optimizers, data loaders and lr schedulers parallel, mostly in place. Collective.

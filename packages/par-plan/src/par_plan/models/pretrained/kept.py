@@ -167,7 +167,7 @@ def trace_saved(
         watching.transformers_(traced)
         more.update(par_tokens=watching.tokens(context), attention_mask=torch.ones_like(ids))
     try:
-        with _attention(trace.attend), trace.watching(), _MatmulMode(numbers):
+        with attention_of(trace.attend), trace.watching(), MatmulMode(numbers):
             if not over_ranks:
                 traced.set_attn_implementation(ATTENTION)
             traced(input_ids=ids, use_cache=False, **more)
@@ -185,7 +185,7 @@ def trace_saved(
 
 
 @contextmanager
-def _attention(attend: Callable[..., tuple[Tensor, None]]) -> Iterator[None]:
+def attention_of(attend: Callable[..., tuple[Tensor, None]]) -> Iterator[None]:
     """Register an attention under this name in transformers while a context lasts, without masks."""
     known: Any = import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
     # Transformers looks attention up in a global table, so the entry must exist while the forward runs.
@@ -414,7 +414,7 @@ class _AttentionFunction(torch.autograd.Function):
         return query.new_empty(*query.shape[:-1], value.shape[-1])
 
 
-class _MatmulMode(TorchFunctionMode):
+class MatmulMode(TorchFunctionMode):
     """Linears that keep their input in another width than the model computes in: autocast's, and float8's.
 
     Args:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
+from inspect import signature
 from typing import Any
 
 from torch import nn
@@ -27,6 +28,7 @@ from ...shape import ModelSlice, ParameterCount, TensorSplit
 from .kept import SavedActivations, trace_saved
 from .shares import RankShard, in_runs, look
 from .structure import SMALL, Structure, alone
+from .towers import TowerActivations, trace_tower
 
 
 class PretrainedShape:
@@ -39,10 +41,13 @@ class PretrainedShape:
             is set.
         packed: Whether a row holds several documents, as those of `PackedDataset` do. torch's own attention, "sdpa", is
             then given a mask, of which every layer keeps context x context numbers a row.
+        images: Number of images in a row of a vision-language model. Default: 0, rows of text.
+        image_size: Height and width of an image in pixels, as the processor gives it to the model. Default: the size in
+            the model's configuration, which a model for images of any size, such as Qwen3-VL, does not have.
 
     Raises:
         TypeError: The model has no list of layers.
-        ValueError: The context is below 1, or the model was cut over ranks before.
+        ValueError: The context is below 1, the model was cut over ranks before, or it takes no such images.
 
     Example:
         with torch.device("meta"):
@@ -57,6 +62,8 @@ class PretrainedShape:
         context: int | None = None,
         checkpointing: bool | None = None,
         packed: bool = False,
+        images: int = 0,
+        image_size: tuple[int, int] | None = None,
     ) -> None:
         self._structure = structure = Structure(model)
         self.model, self.tied = structure.model, structure.tied
@@ -67,12 +74,21 @@ class PretrainedShape:
         self.checkpointing = checkpointing is True or (
             checkpointing is None and any(getattr(each, "gradient_checkpointing", False) for each in model.modules())
         )
-        self.packed = packed
+        self.packed, self.images, self.image_size = packed, images, image_size
         self._again: PretrainedShape | None = None
-        self._masked = packed and self.model.config._attn_implementation == "sdpa"
+        takes = signature(self.model.forward).parameters
+        # A model that takes types of tokens lets the tokens of an image see each other, which takes a mask.
+        has_mask = packed or (images > 0 and "token_type_ids" in takes)
+        self._masked = has_mask and self.model.config._attn_implementation == "sdpa"
+        # Rows with images have positions of their own in models that rotate by time, height and width.
+        self._own_positions = packed or (images > 0 and "image_grid_thw" in takes)
         # Plans and traces of a large model take seconds, and a search asks for each of them thousands of times.
         self._ranks: dict[TensorSplit, RankShard | str] = {}
         self._kept: dict[tuple[NumberWidths, bool], Mapping[int, SavedActivations]] = {}
+        self._towers: dict[NumberWidths, TowerActivations] = {}
+        if images < 0 or (images == 0 and image_size is not None):
+            raise ValueError(f"images={images}: it must be 0 or more, and positive with image_size; pass a number")
+        self._tower(NumberWidths())  # an encoder that cannot be followed raises here
 
     @property
     def recomputes(self) -> tuple[str, ...]:
@@ -119,14 +135,21 @@ class PretrainedShape:
         return (
             f"{self.parameters:.4g} parameters: {type(self.model).__name__}, {self.layers} layers, width {self.width}, "
             f"{self._structure.config.num_attention_heads} heads, context {self.context}, vocabulary {self.vocabulary}"
-            + (", without images" if hasattr(self.model.config, "vision_config") else "")
+            + (f", {self._images_per_row()}" if hasattr(self.model.config, "vision_config") else "")
             + (", packed rows" if self.packed else "")
             + (", activation checkpointing" if self.checkpointing else "")
         )
 
+    def _images_per_row(self) -> str:
+        """Return how many images a row has, as text."""
+        if not self.images:
+            return "without images"
+        size = "" if self.image_size is None else " of {} x {} pixels".format(*self.image_size)
+        return f"{self.images} {'image' if self.images == 1 else 'images'}{size} a row"
+
     def as_dict(self) -> dict[str, Any]:
         """Return the sizes as plain values."""
-        names = ("layers", "width", "context", "vocabulary", "tied", "packed", "checkpointing", "parameters")
+        names = ("layers", "width", "context", "vocabulary", "tied", "packed", "images", "checkpointing", "parameters")
         return {"class": type(self.model).__name__, **{name: getattr(self, name) for name in names}}
 
     # What a topology leaves of it
@@ -211,7 +234,10 @@ class PretrainedShape:
             total=ends.elements + sum(share.elements * times for share, times in shares),
             block=max(share.elements for share, _ in shares),
             blocks=part.blocks,
-            ends=ends.elements,
+            ends=ends.elements - sum(map(sum, ends.items)),
+            items=ends.items,
+            frozen=ends.frozen + sum(share.frozen * times for share, times in shares),
+            frozen_block=max(share.frozen for share, _ in shares),
             table=rank.table if part.first or (self.tied and part.last) else 0,
             largest=max(ends.largest, *(share.largest for share, _ in shares)),
             tensors=ends.tensors + sum(share.tensors * times for share, times in shares),
@@ -251,13 +277,20 @@ class PretrainedShape:
             once = max(0.0, max(layers) - logits)
             layers = [tokens / split.tokens * self.width * numbers.residual] * len(layers)
             if self._masked and not is_cut:
-                # All layers receive the same mask, one byte per element, so it is saved once per microbatch.
-                once += place.kept * rows * self.context**2
+                # All layers of one type receive the same mask, one byte per element, saved once per microbatch.
+                types = len({*(getattr(structure.config, "layer_types", None) or [None])})
+                once += place.kept * rows * types * self.context**2
         total = once + place.kept * max(sum(layers[kind] * times for kind, times in run) for run in part.runs)
         if part.first:
             # A rank with a part of the vocabulary also saves which ids are its own, one byte each.
             of_ids = tokens if split.ranks > 1 else 0
             total += place.kept * (share * kept[-1].whole + of_ids)
+            tower = self._tower(numbers)
+            images = rows * (tower.checkpointed if self.checkpointing else tower.saved)
+            # Backward recomputes the encoder when the layers have none of their activations left, and logits are gone.
+            again = rows * tower.block - logits if self.checkpointing else 0.0
+            total = max(total, again) + place.kept * images
+            total += tower.fixed + numbers.cast * tower.casts
         if part.last:
             head = numbers.cast * self.width * math.ceil(self.vocabulary / split.ranks)
             total += place.kept_last * (share * kept[self.layers].whole + head)
@@ -351,14 +384,18 @@ class PretrainedShape:
         config = self._structure.config
         heads: int = config.num_attention_heads
         head: int = getattr(config, "v_head_dim", None) or getattr(config, "head_dim", None) or self.width // heads
-        return 3.0 * (sum(layers) + logits), 3.0 * part.blocks * 2 * self.context * heads * head
+        tower = self._tower(NumberWidths()) if part.first else TowerActivations()
+        of_images = tower.flops / self.context * (3 if tower.is_trained else 1)
+        return 3.0 * (sum(layers) + logits) + of_images, 3.0 * part.blocks * 2 * self.context * heads * head
 
     def recompute_flops(self, part: ModelSlice) -> tuple[float, float]:
         """Return the floating-point operations per token that backward repeats: a forward of the layers."""
         if not self.checkpointing:
             return 0.0, 0.0
         layers = [times * self._flops_of_layers[kind] for run in part.runs for kind, times in run]
-        return float(sum(layers)), self.flops(part)[1] / 3
+        tower = self._tower(NumberWidths()) if part.first else TowerActivations()
+        of_images = tower.flops / self.context if tower.is_trained else 0.0
+        return sum(layers) + of_images, self.flops(part)[1] / 3
 
     @cached_property
     def _flops_of_layers(self) -> tuple[float, ...]:
@@ -375,6 +412,14 @@ class PretrainedShape:
             totals.append(total)
         return tuple(totals)
 
+    def _tower(self, numbers: NumberWidths) -> TowerActivations:
+        """Return what is saved of the images of a row."""
+        if not self.images:
+            return TowerActivations()
+        if numbers not in self._towers:
+            self._towers[numbers] = trace_tower(self.model, self.images, self.image_size, self.context, numbers)
+        return self._towers[numbers]
+
     def _kept_in(self, numbers: NumberWidths, *, over_ranks: bool) -> Mapping[int, SavedActivations]:
         """Return saved activations by layer; over sequence ranks, attention saves no mask."""
         if (numbers, over_ranks) not in self._kept:
@@ -384,7 +429,7 @@ class PretrainedShape:
                 self.context,
                 numbers,
                 self._structure.experts_per_token,
-                packed=self.packed,
+                packed=self._own_positions,
                 masked=self._masked and not over_ranks,
                 over_ranks=over_ranks,
             )

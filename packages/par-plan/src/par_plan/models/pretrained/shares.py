@@ -28,6 +28,8 @@ class LayerShard:
         traffic: Traffic of linear layers per token in forward and backward, in the width of matmul operands.
         stream: Traffic of the other modules, such as embeddings, in the width of activations.
         experts: Elements of each tensor of distributed experts, as if one rank had all experts.
+        items: Trained and frozen elements of each module in a container outside the layers.
+        frozen: Number of frozen elements.
     """
 
     elements: int = 0
@@ -39,6 +41,8 @@ class LayerShard:
     traffic: CommunicationVolume = field(default_factory=CommunicationVolume)
     stream: CommunicationVolume = field(default_factory=CommunicationVolume)
     experts: tuple[int, ...] = ()
+    items: tuple[tuple[int, int], ...] = ()
+    frozen: int = 0
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,13 @@ def look(structure: Structure, split: TensorSplit) -> RankShard | str:
             for box in records[name].boxes
             if box.sum_over
         ]
+        frozen = {name: size for name, size in sizes.items() if not structure.parameters[name].requires_grad}
+        items: dict[str, tuple[int, int]] = {}
+        for name, item in structure.items.items():  # in the model's order
+            if name in sizes:
+                trained, fixed = items.get(item, (0, 0))
+                own_frozen = frozen.get(name, 0)
+                items[item] = (trained + sizes[name] - own_frozen, fixed + own_frozen)
         return LayerShard(
             elements=sum(sizes.values()),
             matrices=sum(size for name, size in sizes.items() if structure.parameters[name].dim() > 1),
@@ -107,6 +118,8 @@ def look(structure: Structure, split: TensorSplit) -> RankShard | str:
             traffic=sum((traffic[name] for name in own if name in linears), CommunicationVolume()),
             stream=sum((traffic[name] for name in own if name not in linears), CommunicationVolume()),
             experts=tuple(size for name, size in every.items() if name in dealt),
+            items=tuple(items.values()),
+            frozen=sum(frozen.values()),
         )
 
     outside = frozenset(name for name in structure.parameters if not name.startswith(f"{structure.layers}."))

@@ -108,6 +108,27 @@ class Structure:
         )
 
     @cached_property
+    def items(self) -> Mapping[str, str]:
+        """Names of the modules outside the layers that par-zero makes units of, by the name of each parameter.
+
+        These are the outermost items of containers, such as the blocks of an encoder of images.
+        """
+        kinds = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+        found: dict[str, str] = {}
+        for name in self.parameters:
+            parts = name.split(".")
+            around = [".".join(parts[:length]) for length in range(1, len(parts))]
+            item = next((one for one in around if isinstance(self._around(one), kinds)), None)
+            if item is not None and not name.startswith(f"{self.layers}."):
+                found[name] = item
+        return found
+
+    def _around(self, name: str) -> nn.Module:
+        """Return the module that contains another one."""
+        module: nn.Module = self.model.get_submodule(name.rpartition(".")[0])
+        return module
+
+    @cached_property
     def have_experts(self) -> tuple[bool, ...]:
         """Whether each kind of layer has experts."""
         return tuple(any(name in self.experts for name in names) for names in self.of_samples)
