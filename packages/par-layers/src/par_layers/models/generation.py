@@ -45,7 +45,9 @@ class Generation:
         """
         device = next((tensor.device for tensor in self.model.parameters()), torch.device("cpu"))
         configs = [getattr(self.model, "generation_config", None), kwargs.get("generation_config")]
-        asked = _digest([args, kwargs, [None if each is None else vars(each) for each in configs]])
+        # Each process hashes texts by a seed of its own, and Transformers keeps such a hash of some configs.
+        options = [{**vars(each), "_original_object_hash": None} if each is not None else None for each in configs]
+        asked = _digest([args, kwargs, options])
         said = agree(None, (asked, _states(device)), self.grid.group(self.axes))
         check_alike(
             {rank: text for rank, (text, _) in said.items()},
