@@ -165,6 +165,12 @@ def apply_(into: Into, source: Source, ranks: Ranks) -> StateReport:
     scheduler_state = outline.part("scheduler") if state.scheduler is not None else None
 
     def match() -> tuple[tuple[Targets, OptimizerTargets, list[MetaBuffer], _Announced, list[int]], list[int]]:
+        state.check_types()
+        for each in into.dtype if isinstance(into.dtype, tuple) else (into.dtype,):
+            if each is not None and not (isinstance(each, torch.dtype) and each.is_floating_point):
+                raise TypeError(
+                    f"dtype={into.dtype!r}: not a floating-point dtype; pass one such as torch.bfloat16, or a tuple"
+                )
         source.prepare()
         tie_(model)
         without_file = meta_buffers(model)

@@ -259,7 +259,7 @@ def whole_number(name: str, value: object) -> int:
     raise TypeError(f"{name}={value!r:.80}: a {type(value).__name__} is no whole number; pass an int")
 
 
-def check_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+def check_one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
     """Raise ValueError unless a value is allowed."""
     if value not in allowed:
         raise ValueError(f"{name} is {value!r}; it can be {', '.join(map(repr, allowed))}")

@@ -70,8 +70,9 @@ def rendezvous():
 
 
 def test_rendezvous_without_a_port_raises():
-    with pytest.raises(ValueError, match="address='localhost': not a host and a port"):
-        Rendezvous("localhost")
+    for address in ("localhost", "localhost:70000", 3):
+        with pytest.raises(ValueError, match=f"address={address!r}: not a host and a port"):
+            Rendezvous(address)
 
 
 @pytest.mark.ranks(4, timeout=120)
@@ -139,6 +140,46 @@ def test_a_version_cannot_be_cast_to_integers(rendezvous):
     for dtype in (torch.int8, "bfloat16"):
         with pytest.raises(ValueError, match=r"dtype=.*: weights need a floating-point dtype; pass bfloat16 or None"):
             Publisher(rendezvous[0], State(model={"a": torch.ones(3)}), dtype=dtype)
+
+
+def test_exchange_of_bad_arguments_raises(rendezvous):
+    at, _ = rendezvous
+    model = {"a": torch.ones(2)}
+    for make in (Publisher, Receiver):
+        for given, text in (
+            ((at.address, State(model=model)), "at is a str; pass a par_checkpoint.Rendezvous"),
+            ((at, model), "state is a dict; pass a par_checkpoint.State"),
+            ((at, State(model=3)), "model is a int"),
+        ):
+            with pytest.raises(TypeError, match=text):
+                make(*given)
+    publisher = Publisher(at, State(model=model))
+    with pytest.raises(TypeError, match="version=True: it must be an int"):
+        publisher.publish(True)
+    with pytest.raises(TypeError, match="generators='all': not a number of generators"):
+        publisher.publish(1).wait(generators="all")
+    publisher.close()
+    with pytest.raises(CheckpointError, match="this publisher is closed, so nobody would receive"):
+        publisher.publish(2)
+
+
+def test_apply_to_a_model_that_has_changed_raises(rendezvous):
+    at, _ = rendezvous
+    given = {"a": torch.ones(2), "b": torch.full((3,), 1 + 2j, dtype=torch.complex128)}
+    served = {name: torch.zeros_like(each) for name, each in given.items()}
+    with Publisher(at, State(model=given)) as publisher, Receiver(at, State(model=served)) as receiver:
+        publisher.publish(1)
+        staged = polled(receiver)
+        served["b"] = torch.zeros(4, dtype=torch.complex128)
+        with pytest.raises(CheckpointError, match="other names, shapes or shards than when the Receiver was made"):
+            staged.apply()
+        assert not served["a"].any()
+        assert receiver.version is None
+        served["b"] = torch.zeros(3, dtype=torch.complex128)
+        staged.apply()
+        assert torch.equal(served["b"], given["b"])
+        with pytest.raises(CheckpointError, match="version 1 was applied before"):
+            staged.apply()
 
 
 def test_receiver_without_ranks_takes_full_tensors(rendezvous):

@@ -4,6 +4,7 @@ import copy
 import itertools
 import random
 import threading
+import warnings
 from collections import Counter
 
 import pytest
@@ -126,6 +127,15 @@ def test_reshard_casts_on_the_rank_with_the_wider_dtype(source, target):
 
 
 @pytest.mark.ranks(2)
+def test_reshard_fills_parameters_made_in_inference_mode():
+    model = make_model()
+    with torch.inference_mode():
+        other = make_model(1)
+    reshard(State(model=model), State(model=other))
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+@pytest.mark.ranks(2)
 def test_reshard_keeps_every_bit():
     bits = torch.tensor([0x7FC00001, 0x7F800001, -0x80000000, 0x00000001], dtype=torch.int32).view(torch.float32)
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -133,7 +143,7 @@ def test_reshard_keeps_every_bit():
     given = {"bits": bits, "codes": codes, "wide": wide}
     target = {name: torch.zeros_like(each) for name, each in given.items()}
     first = dist.get_rank() == 0
-    reshard(State(model=given) if first else State(), State() if first else State(model=target))
+    reshard(State(model=given) if first else State(), State() if first else State(model=target), verify=True)
     for name, each in given.items() if not first else ():
         assert torch.equal(each.view(torch.uint8), target[name].view(torch.uint8))
 
@@ -144,6 +154,11 @@ def cases_of_bad_input(rank):
     tied = torch.zeros(3)
     halves = rectangle((4, 2), 0, 0, 2, rank)
     gap = State(model={"a": torch.ones(2, 2)}, layout={"a": halves})
+    memory, freed = torch.ones(14), torch.ones(3)
+    beside = {"a": memory[:8].view(4, 2), "b": memory[8:11]}, {"a": other["a"], "b": memory[11:]}
+    freed.untyped_storage().resize_(0)
+    with warnings.catch_warnings(action="ignore"):  # deprecated, but in use
+        quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
     return {
         "missing": (good, {**other, "c": torch.zeros(1)}, {}, "missing in the source: c"),
         "unexpected": (good, {"a": other["a"]}, {}, "not wanted by anybody: b"),
@@ -157,6 +172,14 @@ def cases_of_bad_input(rank):
         "source": (good, other, {"source": good}, "source is a dict; pass a par_checkpoint.State"),
         "timeout": (good, other, {"timeout": -1}, "timeout is -1"),
         "differing": (good, other, {"release": rank == 0}, "release is"),
+        "beside": (*beside, {"release": True}, "'b' in the target shares memory with 'a' in the source"),
+        "freed": ({**good, "b": freed}, other, {}, "'b' has no memory, which was freed, as by reshard"),
+        "quantized": ({**good, "b": quantized}, other, {}, "'b' is a quantized tensor; give its int_repr"),
+        "dtype text": (good, other, {"dtype": "bfloat16"}, "dtype='bfloat16': not a floating-point dtype"),
+        "integral": (good, other, {"dtype": (torch.float32, torch.int8)}, "int8.*: not a floating-point dtype"),
+        "flag": (good, other, {"release": "no"}, "release is 'no'; it can be True, False"),
+        "model": (State(model=3), other, {}, "model is a int; pass a module, or a mapping"),
+        "optimizer": (State(model=good, optimizer=3), other, {}, "optimizer is a int without param_groups"),
     }
 
 

@@ -27,6 +27,8 @@ def digest_of_box(values: torch.Tensor, start: Sequence[int], shape: Sequence[in
         start: Global index of its first element.
         shape: Shape of the full tensor.
     """
+    if values.dtype == torch.complex128:  # two elements of 64 bits
+        values, start, shape = torch.view_as_real(values), (*start, 0), (*shape, 2)
     # Elements are cast to integers of 64 bits only after the copy to a dense tensor of their own width.
     bits = as_integers(values.contiguous().cpu()).to(torch.int64)
     index = torch.zeros((), dtype=torch.int64, device="cpu")

@@ -19,7 +19,7 @@ from ..state.quantised import is_float8
 from ..state.state import State
 from ..transfer.sessions import session_of
 from .rendezvous import ABORT, Rendezvous, Transaction, TransactionAborted
-from .version import MismatchError, Update, WeightCopy, model_of
+from .version import MismatchError, Update, WeightCopy, check_exchange, model_of
 
 _logger = logging.getLogger(__name__)
 
@@ -86,18 +86,20 @@ class Publisher:
         budget: str | int = "256MB",
         timeout: float = 60.0,
     ) -> None:
-        self._at, self._state, self._dtype, self._timeout = at, model_of(state), dtype, timeout
+        self._at, self._dtype, self._timeout = at, dtype, timeout
         self._session = session_of(group)
         with self._session.calling("Publisher()", timeout) as session:
 
             def look() -> None:
                 check_timeout(timeout)
+                check_exchange(at, state)
+                self._state = model_of(state)
                 # A cast to integers would publish zeros in place of most weights.
                 if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                     raise ValueError(f"dtype={dtype!r}: weights need a floating-point dtype; pass bfloat16 or None")
                 if dtype is not None and is_float8(dtype):
                     raise ValueError(f"dtype={dtype}: a cast to float8 needs scales; pass bfloat16 or None")
-                if not isinstance(keep, int) or keep < 0:
+                if not isinstance(keep, int) or isinstance(keep, bool) or keep < 0:
                     raise ValueError(f"keep={keep!r}: not a number of versions; pass 0 or more")
                 self._budget = parse_size(budget, name="budget", least=1)
                 self._store = at.open()
@@ -133,7 +135,8 @@ class Publisher:
         Raises:
             TypeError: `version` is not an integer; on every rank.
             ValueError: `version` is not larger than the last one; on every rank.
-            CheckpointError: The store is lost, or another publisher has taken over; on every rank.
+            CheckpointError: The publisher is closed, the store is lost, or another publisher has taken over; on every
+                rank.
         """
         begin = time.perf_counter()
         with self._session.calling(f"publish({version})", self._timeout) as session:
@@ -142,7 +145,11 @@ class Publisher:
                 if self._error is not None:
                     raise CheckpointError(f"generators cannot be reached any longer: {self._error}") from self._error
                 # The store has the number as text, and generators read an integer there.
-                if not isinstance(version, int):
+                if self._closing.is_set():
+                    raise CheckpointError(
+                        "this publisher is closed, so nobody would receive the version; make a new one"
+                    )
+                if not isinstance(version, int) or isinstance(version, bool):
                     raise TypeError(f"version={version!r}: it must be an int; pass one, such as the number of the step")
                 if self._newest is not None and version <= self._newest[0]:
                     raise ValueError(f"version={version}: {self._newest[0]} is published; pass a larger number")
@@ -197,6 +204,9 @@ class Publisher:
 
     def _wait_for(self, version: int, generators: int, timeout: float) -> None:
         """Wait for committed updates of a version or of later ones."""
+        if not isinstance(generators, int):
+            raise TypeError(f"generators={generators!r}: not a number of generators; pass an int such as 1")
+        check_timeout(timeout)
 
         def is_over() -> bool:
             # A later version also serves a caller that waits for this one.

@@ -19,7 +19,7 @@ from ..state.collect import Content, collect
 from ..state.state import State
 from ..transfer.sessions import session_of
 from .rendezvous import ABORT, Rendezvous, Transaction, TransactionAborted
-from .version import Update, WeightCopy, model_of
+from .version import Update, WeightCopy, check_exchange, model_of
 
 _logger = logging.getLogger(__name__)
 
@@ -48,7 +48,12 @@ class Staged:
         yield from self._weights.tensors.items()
 
     def apply(self) -> None:
-        """Copy the values into the receiver's state, between two batches. From then on the version is served."""
+        """Copy the values into the receiver's state, between two batches. From then on the version is served.
+
+        Raises:
+            CheckpointError: The version was applied before, or the model has other tensors now; nothing has changed.
+        """
+        self._receiver._check_staged(self)
         state = self._receiver._state
         content = collect(state)
         self._weights.copy_to_(content.entries)
@@ -94,12 +99,14 @@ class Receiver:
         timeout: float = 60.0,
     ) -> None:
         self.version: int | None = None
-        self._at, self._state, self._timeout = at, model_of(state), timeout
+        self._at, self._timeout = at, timeout
         self._session = session_of(group)
         with self._session.calling("Receiver()", timeout) as session:
 
             def look() -> Content:
                 check_timeout(timeout)
+                check_exchange(at, state)
+                self._state = model_of(state)
                 self._budget = parse_size(budget, name="budget", least=1)
                 self._store = at.open()
                 return collect(self._state)
@@ -152,10 +159,14 @@ class Receiver:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _accept(self, staged: Staged) -> None:
-        """Serve a version, and let the thread fetch the next one."""
+    def _check_staged(self, staged: Staged) -> None:
+        """Raise CheckpointError if a version was applied before, since its memory may hold a newer one by now."""
         if staged is not self._staged:
             raise CheckpointError(f"version {staged.version} was applied before; call poll() for a newer one")
+
+    def _accept(self, staged: Staged) -> None:
+        """Serve a version, and let the thread fetch the next one."""
+        self._check_staged(staged)
         self.version, self._staged = staged.version, None
         self._is_free.set()
 

@@ -15,6 +15,7 @@ Value = TypeVar("Value")
 
 COMMIT, ABORT = "commit", "abort"
 
+_LAST_PORT = (1 << 16) - 1
 _PAUSE = 0.01  # seconds between two looks at the store
 _CONNECT = timedelta(seconds=60)
 
@@ -35,8 +36,8 @@ class Rendezvous:
     name: str = "weights"
 
     def __post_init__(self) -> None:
-        host, _, port = self.address.rpartition(":")
-        if not host or not port.isdigit():
+        host, _, port = str(self.address).rpartition(":")
+        if not host or not port.isdigit() or int(port) > _LAST_PORT:
             raise ValueError(f"address={self.address!r}: not a host and a port; pass a text such as '10.0.0.1:29600'")
 
     def open(self) -> Any:

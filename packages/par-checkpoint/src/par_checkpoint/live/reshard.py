@@ -10,7 +10,7 @@ from par_groups import parse_size
 
 from .._agreement import SameOptions
 from .._apply import Into, StateReport, apply_
-from .._policies import TIMEOUT, check_timeout, is_timeout
+from .._policies import TIMEOUT, check_one_of, check_timeout, is_timeout
 from ..state.collect import collect
 from ..state.quantised import is_float8
 from ..state.state import State
@@ -89,7 +89,10 @@ def reshard(
                 if not isinstance(given, State):
                     raise TypeError(f"{name} is a {type(given).__name__}; pass a par_checkpoint.State")
             check_timeout(timeout)
-            if any(is_float8(each) for each in (dtype if isinstance(dtype, tuple) else (dtype,)) if each is not None):
+            for name, flag in (("strict", strict), ("release", release), ("verify", verify)):
+                check_one_of(name, flag, (True, False))
+            casts = dtype if isinstance(dtype, tuple) else (dtype,)
+            if any(is_float8(each) for each in casts if isinstance(each, torch.dtype)):
                 raise ValueError(
                     f"dtype={dtype}: a cast to float8 needs scales; move the values, and quantise them then"
                 )
@@ -106,15 +109,7 @@ def reshard(
         # Summed over the ranks: a section moves if any rank wants it.
         sections = [name for name, count in (("model", models), ("optimizer", optimizers)) if count]
         tensors, outline = mine.united(sums[8:], ranks, session.planned, sections)
-        memory = MemorySource(
-            ranks=ranks,
-            content=mine.content,
-            tensors=tensors,
-            outline=outline,
-            target=target,
-            options=how,
-            session=session,
-        )
+        memory = MemorySource(ranks, mine.content, tensors, outline, target, how, session)
         report = apply_(Into(state=target, strict=strict, dtype=dtype, device=None), memory, ranks)
         return Moved(
             **vars(report),

@@ -55,7 +55,7 @@ class MoveOptions:
     verify: bool
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class MemorySource:
     """State in the memory of ranks; see `par_checkpoint._apply.Source`.
 
@@ -388,7 +388,10 @@ class MemorySource:
 
     def _check_separate(self, targets: Iterable[FillTarget]) -> None:
         """Raise ValueError if a target lies in the memory of a tensor of the source."""
-        held = sorted((*_extent(entry.local), name_of(entry.key)) for entry in self.content.entries)
+        held = sorted(
+            (*_extent(entry.local, of_storage=self.options.release), name_of(entry.key))
+            for entry in self.content.entries
+        )
         begins = [begin for begin, _, _ in held]
         reached = 0
         ends = [reached := max(reached, end) for _, end, _ in held]  # ascending, so that one comparison is enough
@@ -415,10 +418,18 @@ def _undefined(error: BaseException) -> BaseException:
     return CheckpointError(f"{error}{UNDEFINED}") if isinstance(error, Exception) else error
 
 
-def _extent(local: torch.Tensor) -> tuple[int, int]:
-    """Return the addresses of a tensor's first byte and of the byte after its last."""
+def _extent(local: torch.Tensor, *, of_storage: bool = False) -> tuple[int, int]:
+    """Return the addresses of a tensor's first byte and of the byte after its last.
+
+    Args:
+        local: The tensor.
+        of_storage: Whether its whole storage counts, which a release frees.
+    """
     if not local.numel():
         return 0, 0
+    if of_storage:
+        storage = local.untyped_storage()
+        return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
     last = sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
     return local.data_ptr(), local.data_ptr() + (last + 1) * local.element_size()
 

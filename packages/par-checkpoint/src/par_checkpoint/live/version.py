@@ -25,6 +25,15 @@ from .source import MemorySource, MoveOptions
 _logger = logging.getLogger(__name__)
 
 
+def check_exchange(at: object, state: object) -> None:
+    """Raise TypeError unless a rendezvous and a state are what they must be."""
+    if not isinstance(at, Rendezvous):
+        raise TypeError(f"at is a {type(at).__name__}; pass a par_checkpoint.Rendezvous")
+    if not isinstance(state, State):
+        raise TypeError(f"state is a {type(state).__name__}; pass a par_checkpoint.State")
+    state.check_types()
+
+
 def model_of(state: State) -> State:
     """Return the model of a state alone: other members do not move."""
     return State(model=state.model, layout=state.layout, names=state.names, convert=state.convert)
@@ -75,8 +84,17 @@ class WeightCopy:
             for mine, box in zip(self.layout[entry.name].boxes, entry.sharding.boxes, strict=True):
                 copy_elements_(mine.of(self.tensors[entry.name]), box.of(entry.local))
 
-    def copy_to_(self, entries: Iterable[LocalTensor]) -> None:
-        """Copy the values to the tensors of a rank."""
+    def copy_to_(self, entries: Sequence[LocalTensor]) -> None:
+        """Copy the values to the tensors of a rank.
+
+        Raises:
+            CheckpointError: The rank has other tensors than before; nothing has changed.
+        """
+        boxes = {entry.name: [(box.start, box.size) for box in entry.sharding.boxes] for entry in entries}
+        if boxes != {name: [(box.start, box.size) for box in each.boxes] for name, each in self.layout.items()}:
+            raise CheckpointError(
+                "the model's tensors have other names, shapes or shards than when the Receiver was made; make a new one"
+            )
         for entry in entries:
             for mine, box in zip(self.layout[entry.name].boxes, entry.sharding.boxes, strict=True):
                 copy_elements_(box.of(entry.local), mine.of(self.tensors[entry.name]))
@@ -191,9 +209,7 @@ class Update:
         mine, sums = ranks.tell(look, Holdings.COUNT)
         tensors, outline = mine.united(sums, ranks, lambda _, make: make(), ["model"])
         options = MoveOptions(budget=self.budget, release=False, verify=True)
-        memory = MemorySource(
-            ranks=ranks, content=mine.content, tensors=tensors, outline=outline, target=filled, options=options
-        )
+        memory = MemorySource(ranks, mine.content, tensors, outline, filled, options)
         begun.append(memory)
         # Each process of a generator tells its own base: an attempt that was aborted may have reached some of them.
         for takers, version in ranks.distinct(None if target is None else target.version):

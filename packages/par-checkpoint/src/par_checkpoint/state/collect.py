@@ -107,6 +107,7 @@ def collect(state: State, *, dtype: torch.dtype | None = None, stem: str = "mode
     Raises:
         ValueError, TypeError: A tensor or value cannot be saved; the message names it.
     """
+    state.check_types()
     model, optimizer = state.model, state.optimizer
     found = model_state({} if model is None else model)
     layout = state.layout or {}

@@ -252,7 +252,8 @@ def check_plain(name: str, tensor: torch.Tensor) -> None:
     """Check that the elements of a tensor lie in memory as they are.
 
     Raises:
-        ValueError: A sparse or lazily conjugated tensor, or one of a class that keeps its data elsewhere.
+        ValueError: A sparse, quantized or lazily conjugated tensor, one whose memory was freed, or one of a class that
+            keeps its data elsewhere.
     """
     if torch.nn.parameter.is_lazy(tensor):
         raise ValueError(f"{name!r} is of a lazy module that has no shape yet; run a forward pass first")
@@ -260,12 +261,16 @@ def check_plain(name: str, tensor: torch.Tensor) -> None:
     what = ""
     if local.is_nested:
         what = "is a nested tensor; pass its values and its offsets, or pad it"
+    elif local.is_quantized:
+        what = "is a quantized tensor; give its int_repr(), q_scale() and q_zero_point()"
     elif local.layout != torch.strided:
         what = f"has the layout {local.layout}; give it dense"
     elif local.is_conj() or local.is_neg():
         what = "is conjugated or negated lazily; call .resolve_conj().resolve_neg()"
     elif not _has_memory(local):
         what = f"is a {type(local).__name__}, which keeps its data in other tensors; give those, or its plain values"
+    elif local.numel() and not local.is_meta and not local.untyped_storage().nbytes():
+        what = "has no memory, which was freed, as by reshard(release=True); pass the object that has the values"
     if what:
         raise ValueError(f"{name!r} {what}")
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from torch import nn
 from torch.optim import Optimizer
 
 from par_groups import Sharding
@@ -42,3 +43,11 @@ class State:
     def is_empty(self) -> bool:
         """Whether this rank has nothing of the run."""
         return all(each is None for each in (self.model, self.optimizer, self.scheduler, self.extra))
+
+    def check_types(self) -> None:
+        """Raise TypeError unless the model and the optimizer are what they must be."""
+        if self.model is not None and not isinstance(self.model, nn.Module | Mapping):
+            raise TypeError(f"model is a {type(self.model).__name__}; pass a module, or a mapping of tensors by name")
+        # Wrappers of an optimizer need not be torch's class.
+        if self.optimizer is not None and not hasattr(self.optimizer, "param_groups"):
+            raise TypeError(f"optimizer is a {type(self.optimizer).__name__} without param_groups; pass an optimizer")
