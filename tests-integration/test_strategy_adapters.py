@@ -252,6 +252,56 @@ def test_adapters_of_packed_experts_train_as_on_one_device(tmp_path):
         strategy.from_pretrained(base, adapter=config)
 
 
+@pytest.mark.filterwarnings("ignore:.lora_bias=True. was passed")  # their layers have no bias to merge it into
+@pytest.mark.filterwarnings("ignore:Adapter 'default'. 8 LoRA tensor")  # peft takes biases for shards
+@pytest.mark.ranks(2, timeout=120)
+def test_what_peft_trains_is_saved_or_refused(tmp_path):
+    def adapted(config, **options):
+        torch.manual_seed(0)
+        return peft.get_peft_model(transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT, **options)), config)
+
+    def initialized(strategy, model):
+        trained = [each for each in model.parameters() if each.requires_grad]
+        return strategy.initialize(model, torch.optim.SGD(trained, lr=0.3, momentum=0.9))
+
+    reference, losses = adapted(lora(lora_bias=True)), []
+    optimizer = torch.optim.SGD([each for each in reference.parameters() if each.requires_grad], lr=0.3, momentum=0.9)
+    for batch in batches():
+        losses.append(reference.train()(**batch).loss)
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with Strategy(parallel={"tensor": CUT}, seed=3) as strategy:
+        model, optimizer = initialized(strategy, adapted(lora(lora_bias=True)))
+        assert train(strategy, model, optimizer) == pytest.approx([each.item() for each in losses], rel=TOLERANCE)
+        strategy.save(model, tmp_path / "bias", plan="peft")
+        with pytest.raises(ValueError, match="the adapters have lora_bias=True, and a bias of B is no part"):
+            strategy.save(model, tmp_path / "merged", plan="merged")
+        if dist.get_rank() == 0:
+            saved = safetensors.torch.load_file(tmp_path / "bias" / "adapter_model.safetensors")
+            assert_near(saved, peft.get_peft_model_state_dict(reference))
+            assert any(key.endswith("lora_B.bias") for key in saved)
+    with Strategy(parallel={"tensor": CUT}, seed=3) as strategy:
+        model, _ = initialized(strategy, adapted(lora(bias="all"), attention_bias=True))
+        for call in (
+            lambda: strategy.save(model, tmp_path / "no", plan="peft"),
+            lambda: strategy.checkpoints(tmp_path / "no", plan="peft").save(1),
+        ):
+            with pytest.raises(ValueError, match=r"8 other parameters are trained, such as .*q_proj.*bias'; freeze"):
+                call()
+        assert not (tmp_path / "no").exists()
+    prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    whole, ids = adapted(prompts), next(batches())["input_ids"]
+    whole(input_ids=ids, labels=ids).loss.backward()
+    torch.optim.SGD(whole.prompt_encoder.parameters(), lr=0.3).step()
+    with Strategy(parallel={"tensor": CUT}, seed=3) as strategy:
+        model, optimizer = initialized(strategy, adapted(prompts))
+        strategy.backward(model(input_ids=ids, labels=ids).loss, optimizer)
+        optimizer.step()
+        for found, expected in zip(model.prompt_encoder.parameters(), whole.prompt_encoder.parameters(), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.ranks(2, timeout=120)
 def test_what_is_no_plain_lora_is_refused_by_name(tmp_path):
     write_base(tmp_path / "base", num_hidden_layers=1)

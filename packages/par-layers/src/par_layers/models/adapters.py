@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from par_groups import attributes, set_sharding, whole
+
 from ..modes.grid import Axes, Grid
 from .plans.plans import names_around
 from .plans.styles import (
@@ -200,6 +202,20 @@ def check_prompts(model: nn.Module) -> None:
             f"this {type(model).__name__} adds keys and values for all heads ({kind}), of which a tensor rank has "
             "some; use LoRA or prompt tuning"
         )
+
+
+def replicate_prompts_(model: nn.Module, grid: Grid) -> None:
+    """Attach sharding metadata to the parameters of a PeftModel around its sharded model, such as prompts.
+
+    They are replicated, and their gradients are full: the first layer copies its input to all ranks.
+
+    Args:
+        model: A PeftModel whose base model is sharded.
+        grid: This rank's coordinates.
+    """
+    for parameter in model.parameters():
+        if not attributes.SHARDING.is_on(parameter):
+            set_sharding(parameter, whole(parameter.shape, grid.copies(())))
 
 
 def _is_of_peft(module: nn.Module) -> bool:

@@ -16,7 +16,7 @@ from ..layers.parallel_layer import RECORDS_OF_MODULE, ParallelLayer
 from ..modes.grid import EXPERTS
 from ..modes.layout import ActivationLayout
 from ..modes.rules import ParallelMatmul
-from .adapters import adopt_magnitudes_, base_model, check_prompts, wrapper_around
+from .adapters import adopt_magnitudes_, base_model, check_prompts, replicate_prompts_, wrapper_around
 from .counts import LocalConfig
 from .cutting import ShardingRecords, keep_part_, make_alike_
 from .dropout import AdoptedDropout, SameDraws, adopt_dropout_, has_dropout
@@ -131,6 +131,7 @@ def parallelize(
             make_alike_(model, grid.group(axes), grid.groups.device)
         _Adoption(inner, layers, found, logits, digest).apply()
         if inner is not model and (axes or found.experts):
+            replicate_prompts_(model, grid)
             guard_(model, sharded_logits=logits == "sharded")
     return model
 
@@ -493,8 +494,7 @@ class _Adoption:
             guard_(self.model, sharded_logits=self.logits == "sharded")
         if self.axes and self.logits != "sharded" and hasattr(type(self.model), "generate"):
             self.model.__dict__["generate"] = Generation(self.model, self.grid, self.axes, self.sequence)
-        resolved = self.found.resolved
-        table = table_of(self.model, self.found.rules)
+        resolved, table = self.found.resolved, table_of(self.model, self.found.rules)
         self.model.__dict__[KEPT_AS] = Parallelization(
             resolved.rules, resolved.unmatched, self.layers, self.logits, vocabulary, table, over, self.digest, head
         )

@@ -179,6 +179,21 @@ def adapter_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
     return {key: tensor for name, tensor in state.items() if (key := _name_in_files(name)) is not None}
 
 
+def check_all_saved(model: nn.Module) -> None:
+    """Check that the files of adapters hold everything that is trained.
+
+    Raises:
+        ValueError: A parameter that is trained is no adapter, as with bias="all" of a LoraConfig.
+    """
+    saved = {id(each) for each in adapter_tensors(model).values()}
+    lost = [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in saved]
+    if lost:
+        raise ValueError(
+            f"plan='peft': it saves adapters, and {len(lost)} other parameters are trained, such as {lost[0]!r}; "
+            "freeze them, or use bias='none' and no modules_to_save in the LoraConfig"
+        )
+
+
 def base_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return all other tensors, by their names in the model without adapters."""
     state: dict[str, Any] = model.state_dict(keep_vars=True)
@@ -194,8 +209,8 @@ def base_name(name: str) -> str:
 
 
 def _name_in_files(name: str) -> str | None:
-    """Return the name of an adapter's matrix in peft's files, which omit the adapter's name; None for other tensors."""
-    found = re.fullmatch(r"(?:base_model\.model\.)?(.+\.lora_(A|B|magnitude_vector))\.[^.]+\.weight", name)
+    """Return the name of an adapter's tensor in peft's files, which omit the adapter's name; None for other tensors."""
+    found = re.fullmatch(r"(?:base_model\.model\.)?(.+\.lora_(A|B|magnitude_vector))\.[^.]+\.(weight|bias)", name)
     if found is None:
         return None
-    return f"{PREFIX}{found[1]}" + ("" if found[2] == "magnitude_vector" else ".weight")
+    return f"{PREFIX}{found[1]}" + ("" if found[2] == "magnitude_vector" else f".{found[3]}")

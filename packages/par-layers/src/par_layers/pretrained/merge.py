@@ -27,6 +27,11 @@ def merged_tensors(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
             "the adapters are DoRA, which scales each full row of a weight, and no rank merges those; save them with "
             "plan='peft', open them with peft, and call merge_and_unload() there"
         )
+    if getattr(config_of(model), "lora_bias", False):
+        raise ValueError(
+            "the adapters have lora_bias=True, and a bias of B is no part of a weight; save them with plan='peft', "
+            "open them with peft, and call merge_and_unload() there"
+        )
     # A shard is a set of rectangles of the weight, whatever the sharding is. Each rectangle needs some rows of B and
     # columns of A, so each rank gathers both matrices of one adapter at a time.
     bare = next((name for name, layer in adapters_in(model).items() if hasattr(layer, "parameter_name")), None)

@@ -9,7 +9,7 @@ from weakref import ReferenceType, ref
 from par_checkpoint import Checkpoints, Format, Save, Tiers, Transfer, load, load_torch_file, save, save_torch_file
 from par_data import LoaderPosition, ShardedDataLoader, StepRandomness, gather_random_states, restore_random_states
 from par_groups import agree, check_alike, packed_weights, together
-from par_layers.pretrained import has_adapters
+from par_layers.pretrained import check_all_saved, has_adapters
 from par_precision import MixedOptimizer
 
 from .bundles import ModelBundle
@@ -371,6 +371,8 @@ def _check_plan(bundle: ModelBundle, plan: str) -> None:
     """Raise ValueError if a checkpoint of this plan would lack weights of the models."""
     if plan == "peft" and not any(map(has_adapters, bundle.models)):  # the checkpoint would have no weights at all
         raise ValueError(f"plan={plan!r}: this {type(bundle.module).__name__} has no adapters; use plan='huggingface'")
+    if plan == "peft":
+        check_all_saved(bundle.module)
     packed = next(iter(packed_weights(bundle.module)), None)
     if plan != "peft" and packed is not None:
         raise ValueError(

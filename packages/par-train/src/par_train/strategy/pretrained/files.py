@@ -13,7 +13,14 @@ from torch import Tensor, nn
 
 from par_checkpoint import Format, load, save
 from par_groups import attributes, together
-from par_layers.pretrained import adapter_tensors, adapters_in, merged_tensors, pretrained_of, write_config
+from par_layers.pretrained import (
+    adapter_tensors,
+    adapters_in,
+    check_all_saved,
+    merged_tensors,
+    pretrained_of,
+    write_config,
+)
 
 PathLike = str | os.PathLike[str]
 
@@ -40,6 +47,7 @@ def save_adapters(model: nn.Module, path: PathLike) -> None:
     with tempfile.TemporaryDirectory() as folder:
         with together("adapters", None):
             adapters_in(model)
+            check_all_saved(model)
             write_config(model, folder)
         tensors = adapter_tensors(model)
         files = Format(stem=FILE, assets=[*Path(folder).iterdir()], max_shard_size=sys.maxsize)
