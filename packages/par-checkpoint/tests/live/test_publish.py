@@ -366,8 +366,8 @@ def test_killed_generator_does_not_delay_two_others(seed, monkeypatch):
     store = hosted or dist.TCPStore("127.0.0.1", address[0], is_master=False)
     if rank == 0:
         print("seed", seed, "kills at", death)
-        # The timeout is longer than the test, so a generator that waited for the dead one would miss its version.
-        with Publisher(at, state, group=groups[0], timeout=300) as publisher:
+        # The timeout is longer than `wait`, so a generator that waited for the dead one would miss its version.
+        with Publisher(at, state, group=groups[0], timeout=40) as publisher:
             publisher.publish(1).wait(generators=2, timeout=30)
             deadline = time.monotonic() + 2
             while not store.check(["killed"]) and time.monotonic() < deadline:
@@ -375,7 +375,7 @@ def test_killed_generator_does_not_delay_two_others(seed, monkeypatch):
             publisher.publish(2).wait(generators=2, timeout=30)
             store.wait(["served 1", "served 2"])
     elif rank < 3:
-        with Receiver(at, state, group=groups[rank], timeout=300) as receiver:
+        with Receiver(at, state, group=groups[rank], timeout=40) as receiver:
             while receiver.version != 2:
                 polled(receiver).apply()
             assert state.model["a"].tolist() == [1, 1, 1]
@@ -384,7 +384,7 @@ def test_killed_generator_does_not_delay_two_others(seed, monkeypatch):
         kill = os.kill
         monkeypatch.setattr(os, "kill", lambda *what: store.set("killed", "") or kill(*what))
         die_at(*death)
-        with contextlib.suppress(AssertionError), Receiver(at, state, group=groups[3], timeout=300) as receiver:
+        with contextlib.suppress(AssertionError), Receiver(at, state, group=groups[3], timeout=40) as receiver:
             while True:
                 polled(receiver, 5).apply()
         kill(os.getpid(), signal.SIGKILL)  # the drawn message was not sent
