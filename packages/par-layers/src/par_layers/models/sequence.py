@@ -7,6 +7,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from .._collectives import copy_to
+from ..modes.grid import Axes, Grid
+
 
 class CutSequence:
     """Decision whether one forward of a model splits activations along the sequence, for all its hooks and Rows.
@@ -65,31 +68,53 @@ class Begins:
     """Hooks of a module whose forward runs the layers.
 
     Args:
+        grid: This rank's place.
+        axes: The axes of the tensor group.
         sequence: Decision that the hooks make.
+        layers: Number of layers.
     """
 
-    def __init__(self, sequence: CutSequence) -> None:
-        self.sequence = sequence
+    def __init__(self, grid: Grid, axes: Axes, sequence: CutSequence, layers: int) -> None:
+        self.grid, self.axes, self.sequence, self.layers = grid, axes, sequence, layers
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return itself: it stores no module."""
         return self
 
-    def before(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Decide.
+    def before(
+        self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Decide. Split the features of images that the module adds to its tokens between layers, as Qwen3-VL does.
 
         Raises:
-            ValueError: The module got a mask of all tokens for its own code, which changes activations between layers.
+            ValueError: The module got a mask of all tokens for its own code, but no features that are added behind
+                layers other than the last one.
         """
-        del args
-        # Qwen3-VL adds features of images to the tokens of images between its layers.
-        for name, x in keywords.items() if _may_need_gradients(module) else ():
-            if isinstance(x, Tensor) and x.dtype is torch.bool and x.dim() == 2 and name != "attention_mask":
-                raise ValueError(
-                    f"{name} is {list(x.shape)}: {type(module).__name__} changes these tokens between its layers, of "
-                    "which each rank has some; use sequence_parallel=False, or batches of text"
-                )
         self.sequence.begin(module)
+        if not self.sequence.is_cut(module):
+            return None
+        for name, x in keywords.items():
+            if isinstance(x, Tensor) and x.dtype is torch.bool and x.dim() == 2 and name != "attention_mask":
+                return args, {**keywords, **self._split(type(module).__name__, name, x, keywords)}
+        return None
+
+    def _split(self, kind: str, name: str, mask: Tensor, keywords: dict[str, Any]) -> dict[str, Any]:
+        """Return a mask of tokens and the features of these tokens, as far as they are on this rank."""
+        lists = {key: x for key, x in keywords.items() if isinstance(x, list) and x}
+        lists = {key: x for key, x in lists.items() if all(isinstance(each, Tensor) and each.dim() == 2 for each in x)}
+        ranks = self.grid.size(self.axes)
+        # The last layer gathers the sequence, so that what is added behind it is added to all tokens.
+        if not lists or any(len(x) >= self.layers for x in lists.values()) or mask.shape[1] % ranks:
+            raise ValueError(
+                f"{name} is {list(mask.shape)}: {kind} changes these tokens between its layers, of which each rank has "
+                "some; use sequence_parallel=False, or batches of text"
+            )
+        mine, group = self.grid.index(self.axes), self.grid.group(self.axes)
+        numbers = (mask.flatten().cumsum(0) - 1).view(mask.shape)
+        own, local = (each.chunk(ranks, 1)[mine] for each in (numbers, mask))
+        # Each rank uses some of the features, so that their gradient is a sum over the ranks.
+        parts = {key: [copy_to(each, group)[own[local]] for each in x] for key, x in lists.items()}
+        return {name: local, **parts}
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """End the decision."""
