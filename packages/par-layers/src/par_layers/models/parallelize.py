@@ -424,9 +424,8 @@ class _Adoption:
         if self.found.layers is None:
             return
         stack: Any = self.modules[self.found.layers]
-        at = self.grid, self.axes, self.sequence
-        first, last, begins = FirstLayer(*at), LastLayer(*at), Begins(*at, len(stack))
-        around = self.modules[next(names_around(self.found.layers))]
+        first, last = FirstLayer(*(at := (self.grid, self.axes, self.sequence))), LastLayer(*at)
+        begins, around = Begins(*at, len(stack)), self.modules[next(names_around(self.found.layers))]
         # The hook is on the module around the layers, because callers may run the layers without the model's head.
         around.register_forward_pre_hook(begins.before, with_kwargs=True)
         around.register_forward_hook(begins.after, always_call=True)
