@@ -113,7 +113,7 @@ class _TowerTrace:
     def __init__(self, model: nn.Module, numbers: NumberWidths) -> None:
         self._numbers = numbers
         self._block = -1  # number of the running block; -1 outside of blocks
-        self._saved: list[tuple[int, weakref.ref[_Saved]]] = []
+        self._saved: list[tuple[int, weakref.ref[_HeldTensor]]] = []
         self._inputs: list[tuple[int, Tensor]] = []
         self._flops = 0.0
         # Autograd also saves weights, which are counted as parameters, and tables of the model.
@@ -186,8 +186,8 @@ class _TowerTrace:
             is_trained=bool(saved),
         )
 
-    def _keep(self, tensor: Tensor) -> "_Saved":
-        saved = _Saved(tensor)
+    def _keep(self, tensor: Tensor) -> "_HeldTensor":
+        saved = _HeldTensor(tensor)
         self._saved.append((self._block, weakref.ref(saved)))
         return saved
 
@@ -201,7 +201,7 @@ class _TowerTrace:
         self._block = -1
 
 
-class _Saved:
+class _HeldTensor:
     """What autograd keeps in place of a tensor, until it drops the tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
