@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from par_groups import gradients
 from par_groups.live import backends
 from par_testing import count_collectives, for_each
-from par_zero import Overlap, no_sync, reset, shard, summon
+from par_zero import Overlap, _unit, no_sync, reset, shard, summon
 
 from .helpers import (
     KINDS_OF_STAGES,
@@ -512,6 +512,38 @@ def test_after_an_exception_and_reset_the_next_step_is_right(stage, where):
         optimizer.zero_grad()
         loss_of(module, batch(step, width=8)).backward()
         optimizer.step()
+        its.zero_grad()
+        loss_of(reference, joint(step, width=8)).backward()
+        its.step()
+    assert_near(whole(module), copies(reference))
+
+
+class LostGather:
+    """An all-gather that ends in an error."""
+
+    def __init__(self, handle):
+        self.handle = handle
+
+    def wait(self):
+        self.handle.wait()
+        raise RuntimeError("connection lost")
+
+
+@pytest.mark.ranks(2)
+def test_state_dict_has_the_shards_after_all_gathers_in_flight_are_lost(monkeypatch):
+    module, optimizer = sharded(Stumbling(), 3, sgd, bucket=1)
+    train(module, optimizer, [[batch(0, width=8)]])
+    with monkeypatch.context() as lost:
+        whole_gather = _unit.all_gather
+        lost.setattr(_unit, "all_gather", lambda *given: LostGather(whole_gather(*given)))
+        with pytest.raises(RuntimeError, match="connection lost"):
+            module(batch(1, width=8))
+        assert list(module.state_dict()) == list(dict(module.named_parameters()))
+    reset(module)
+    train(module, optimizer, [[batch(1, width=8)]])
+    reference = Stumbling()
+    its = sgd(reference.parameters())
+    for step in range(2):
         its.zero_grad()
         loss_of(reference, joint(step, width=8)).backward()
         its.step()

@@ -11,7 +11,7 @@
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -350,7 +350,10 @@ class Gatherer:
         """
         if not (self._summoners or self._in_backward or any(unit.running for unit in self._units)):
             for unit in self._units:
-                unit.wait()  # a caller may write to the state dict, which would race with an all-gather
+                # A caller may write to the state dict, which would race with an all-gather. One that fails, such as
+                # after the loss of a rank, is repeated at the next use, so the shards can still be saved.
+                with suppress(RuntimeError):
+                    unit.wait()
                 unit.hide()
 
 

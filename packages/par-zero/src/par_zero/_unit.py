@@ -159,11 +159,10 @@ class Unit:
         self._wait_for([self._begin_all_gather(*each) for each in zip(self.chunks, unused, strict=True)])
 
     def wait(self) -> None:
-        """Wait until the all-gathers in flight have filled the memory."""
-        if self._handles:
-            self._wait_for(self._handles)
-            self._handles.clear()
+        """Wait until the all-gathers in flight have filled the memory. If one of them fails, the unit is freed."""
         if self.state is UnitState.ARRIVING:
+            handles, self._handles, self.state = self._handles, [], UnitState.FREED
+            self._wait_for(handles)
             self.state = UnitState.HIDDEN
 
     def _wait_for(self, handles: Sequence[Handle]) -> None:
