@@ -1,4 +1,5 @@
 import asyncio
+import errno
 import os
 import socket
 import time
@@ -89,6 +90,21 @@ def test_shut_down_sockets_of_gloo_end_a_collective_of_all_ranks():
     # A rank that has an error leaves as well, so that no rank waits for another one that has left.
     _torch_private.shut_down_sockets(_torch_private.gloo_sockets())
     assert time.monotonic() - begin < 5  # far below the timeout of the group
+
+
+@pytest.mark.ranks(3, backend="gloo")
+def test_socket_that_gloo_closes_meanwhile_hides_no_other(monkeypatch):
+    first, *others = _torch_private.gloo_sockets()
+    look_at = os.fstat
+
+    def closed(descriptor):
+        if descriptor == first:
+            raise OSError(errno.EBADF, "as after the death of a peer")
+        return look_at(descriptor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fstat", closed)
+        assert list(_torch_private.gloo_sockets()) == others
 
 
 @pytest.mark.ranks(2, backend="gloo")

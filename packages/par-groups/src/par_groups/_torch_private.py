@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -164,12 +164,18 @@ def _gloo_loops() -> Iterator[tuple[int, dict[int, int]]]:
                 continue
             lines = Path(f"/proc/self/fdinfo/{each.name}").read_text().splitlines()
             watched = [int(line.split()[1]) for line in lines if line.startswith("tfd:")]
-            states = {number: os.fstat(number) for number in watched}
-            sockets = [number for number in watched if stat.S_ISSOCK(states[number].st_mode)]
-            pipes = [number for number in watched if stat.S_ISFIFO(states[number].st_mode)]
-            listening = [number for number in sockets if _is_listening(number)]
-            if len(pipes) == len(listening) == 1 and len(watched) == 1 + len(sockets) and all(map(_is_tcp, sockets)):
-                yield listening[0], {number: states[number].st_ino for number in sockets if number not in listening}
+            # A group whose peer has just died closes that socket now. Its other sockets must be found nevertheless.
+            kinds = {number: kind for number in watched if (kind := _kind_of(number)) is not None}
+            listening = [number for number, (kind, _) in kinds.items() if kind == "listening"]
+            connected = {number: inode for number, (kind, inode) in kinds.items() if kind == "connected"}
+            pipes = [kind for kind, _ in kinds.values()].count("pipe")
+            if pipes == len(listening) == 1 and len(kinds) == 2 + len(connected):
+                yield listening[0], connected
+
+
+def is_connection_error(error: BaseException) -> bool:
+    """Return whether an error says that a connection of gloo or of a store has ended; gloo has no class for it."""
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
 def tcp_sockets() -> dict[int, int]:
@@ -177,14 +183,8 @@ def tcp_sockets() -> dict[int, int]:
 
     The difference between two calls is the socket of a `TCPStore` that was made in between, which torch does not show.
     """
-    found: dict[int, int] = {}
-    for each in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):
-            descriptor = int(each.name)
-            state = os.fstat(descriptor)
-            if stat.S_ISSOCK(state.st_mode) and _is_tcp(descriptor) and not _is_listening(descriptor):
-                found[descriptor] = state.st_ino
-    return found
+    kinds = {int(each.name): _kind_of(int(each.name)) for each in Path("/proc/self/fd").iterdir()}
+    return {number: kind[1] for number, kind in kinds.items() if kind is not None and kind[0] == "connected"}
 
 
 def shut_down_sockets(sockets: dict[int, int]) -> None:
@@ -202,14 +202,21 @@ def shut_down_sockets(sockets: dict[int, int]) -> None:
                 copy.shutdown(socket.SHUT_RDWR)
 
 
-def _is_listening(descriptor: int) -> bool:
-    with socket.socket(fileno=os.dup(descriptor)) as copy:
-        return bool(copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-
-
-def _is_tcp(descriptor: int) -> bool:
-    with socket.socket(fileno=os.dup(descriptor)) as copy:
-        return copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM
+def _kind_of(descriptor: int) -> tuple[Literal["pipe", "listening", "connected", "other"], int] | None:
+    """Return what a descriptor is, and its inode; None once it is closed."""
+    try:
+        state = os.fstat(descriptor)
+        if stat.S_ISFIFO(state.st_mode):
+            return "pipe", state.st_ino
+        if not stat.S_ISSOCK(state.st_mode):
+            return "other", state.st_ino
+        with socket.socket(fileno=os.dup(descriptor)) as copy:
+            if copy.family not in (socket.AF_INET, socket.AF_INET6) or copy.type != socket.SOCK_STREAM:
+                return "other", state.st_ino
+            listens = copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            return "listening" if listens else "connected", state.st_ino
+    except OSError:
+        return None
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 
 import pytest
 
@@ -42,6 +43,32 @@ def test_restarted_rank_joins_as_a_spare(tmp_path):
     assert "rank 1 has ended with exit code 3" in job.errors[0]
     # The new process has number 2. Whether it comes in time depends on the machine.
     assert {tuple(each["ranks"]) for each in job.told if "ranks" in each} <= {(0, 1), (0,), (0, 2)}
+
+
+@pytest.mark.storm
+def test_loss_explains_an_error_that_comes_long_before_its_report(tmp_path):
+    script = """
+members.form(timeout=60)
+tell(keeper=os.getppid())
+try:
+    while True:
+        dist.all_reduce(torch.ones(10))
+except RuntimeError as error:
+    begin = time.time()
+    tell(explained=members.is_broken(error), waited=time.time() - begin)
+    members.form()
+"""
+    job = Job(tmp_path, script, "--ranks=2", "--lease=60")
+    job.wait_for(lambda told: len(told) == 2)
+    keeper, victim = job.told[0]["keeper"], next(each["pid"] for each in job.told if each["number"] == 1)
+    os.kill(keeper, signal.SIGSTOP)  # as on a machine on which the keeper is not scheduled
+    os.kill(victim, signal.SIGKILL)
+    time.sleep(7)
+    os.kill(keeper, signal.SIGCONT)
+    assert job.end() == [0]
+    (found,) = [each for each in job.told if "explained" in each]
+    assert found["explained"]
+    assert 5 < found["waited"] < 30
 
 
 @pytest.mark.storm

@@ -11,7 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._torch_private import end_gloo_connects, gloo_sockets, reset_group_names, shut_down_sockets, tcp_sockets
+from .._torch_private import (
+    end_gloo_connects,
+    gloo_sockets,
+    is_connection_error,
+    reset_group_names,
+    shut_down_sockets,
+    tcp_sockets,
+)
 from ..live.launch import Environment, as_timedelta
 from .link import LINE, KeeperLink
 from .roster import OVER
@@ -103,10 +110,10 @@ class Members:
                 return None
             try:
                 return self._start(members, span)
-            except RuntimeError:  # torch's own, also for a connection that was lost
+            except RuntimeError as error:  # torch's own, also for a connection that was lost
                 # A member that dies on the way is the reason, and the keeper reports it within moments. Any other
                 # error would come again in the next epoch.
-                if not self.is_broken():
+                if not self.is_broken(error):
                     raise
 
     def abandon(self) -> None:
@@ -118,13 +125,17 @@ class Members:
         with self._lock:
             self._end_collectives()
 
-    def is_broken(self, within: float = 5.0) -> bool:
-        """Return whether a member of this epoch is lost; the keeper may report it some moments after an error.
+    def is_broken(self, error: BaseException | None = None) -> bool:
+        """Return whether a member of this epoch is lost.
 
         Args:
-            within: Seconds to wait for the report.
+            error: An error that a loss would explain. The keeper reports a loss some moments after the connections have
+                ended, on a busy machine many seconds after, so this waits for the report: up to a minute if the error
+                is one of a connection, and 5 seconds after any other one.
         """
-        return self._broken.wait(within)
+        if error is None:
+            return self._broken.is_set()
+        return self._broken.wait(60 if is_connection_error(error) else 5)
 
     def close(self) -> None:
         """Leave the current epoch for good and end torch.distributed. A second call does nothing."""
@@ -211,6 +222,9 @@ class Members:
             text = self._line.receive(_BEAT)
             if text is None:
                 self._line.send("alive")
+                with self._lock:
+                    if self._broken.is_set():  # a group that was being made may have connected since the report
+                        self._end_collectives()
                 continue
             word, _, value = text.partition(" ")
             if word == "spares":

@@ -224,7 +224,7 @@ class Survivors:
                     self._leave_after(error)
                     self._renew()
             # The sum of spares is equal on all ranks, so all of them renew the epoch together.
-            if self._has_formed or self._members.is_broken(0) or (self._joins and self._sums[0] > 0):
+            if self._has_formed or self._members.is_broken() or (self._joins and self._sums[0] > 0):
                 self._renew()
         except _RunOver:
             self.state = None  # the other ranks have gone on without this one, which was silent for too long
@@ -334,7 +334,7 @@ class Survivors:
 
     def _leave_after(self, error: Exception) -> None:
         """Leave the epoch after an error that the loss of a rank explains; raise any other error again."""
-        if isinstance(error, _RunOver) or not self._members.is_broken():
+        if isinstance(error, _RunOver) or not self._members.is_broken(error):
             raise error
         _log.warning("a rank is lost in epoch %d: %s", self._members.epoch, str(error).partition("\n")[0][:120])
         self._has_formed = False
