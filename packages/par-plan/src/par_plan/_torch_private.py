@@ -1,6 +1,11 @@
 """Private APIs of torch that par-plan uses: check this file first when torch changes."""
 
 from torch import Tensor
+from torch.utils import _pytree
+
+# torch.utils._pytree: `tree_map` since torch 1.8, `tree_leaves` since 2.2. torch and users register containers there.
+tree_leaves = _pytree.tree_leaves
+tree_map = _pytree.tree_map
 
 
 def storage_key(tensor: Tensor) -> int:

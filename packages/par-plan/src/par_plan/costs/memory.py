@@ -140,7 +140,8 @@ def zero_sharding(
         gloo: Whether a reduce-scatter needs a receive buffer as large as its input, as in `ZeroSharding`. Default:
             False.
     """
-    elements, bucket, frozen_chunks = count.total - count.frozen, BUCKET // numbers.master, 0
+    elements, bucket = count.total - count.frozen, BUCKET // numbers.master
+    frozen_pieces: list[int] = []
     if zero < 3:  # parameters fill buckets in their order
         # A chunk closes behind the parameter that fills it, so it may exceed the bucket by this parameter.
         chunk = min(elements, bucket + count.largest)
@@ -155,7 +156,7 @@ def zero_sharding(
         sizes, reductions = [sum(unit) for unit in units], [trained for trained, _ in units if trained]
         chunk = max([*reductions, count.ends - frozen_ends])
         chunks = len(reductions) + (count.ends > frozen_ends)
-        frozen_chunks = sum(frozen > 0 for _, frozen in units) + (frozen_ends > 0)
+        frozen_pieces = [frozen for frozen in (*(frozen for _, frozen in units), frozen_ends) if frozen > 0]
         # The next unit is gathered while one computes; embeddings and classifier stay gathered during the pass.
         gathered = min(count.total, count.ends + 2 * max(sizes))
         # The last two units of forward are the first of backward, and stay gathered between them. No gradient reaches
@@ -177,7 +178,7 @@ def zero_sharding(
         stays=stays,
         reduced=reduced,
         frozen=count.frozen,
-        frozen_chunks=frozen_chunks,
+        frozen_chunks=len(frozen_pieces),
     )
 
 

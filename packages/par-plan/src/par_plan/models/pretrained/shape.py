@@ -132,20 +132,17 @@ class PretrainedShape:
 
     def describe(self) -> str:
         """Return the model's line in a report."""
+        images = "without images"
+        if self.images:
+            size = "" if self.image_size is None else " of {} x {} pixels".format(*self.image_size)
+            images = f"{self.images} {'image' if self.images == 1 else 'images'}{size} a row"
         return (
             f"{self.parameters:.4g} parameters: {type(self.model).__name__}, {self.layers} layers, width {self.width}, "
             f"{self._structure.config.num_attention_heads} heads, context {self.context}, vocabulary {self.vocabulary}"
-            + (f", {self._images_per_row()}" if hasattr(self.model.config, "vision_config") else "")
+            + (f", {images}" if hasattr(self.model.config, "vision_config") else "")
             + (", packed rows" if self.packed else "")
             + (", activation checkpointing" if self.checkpointing else "")
         )
-
-    def _images_per_row(self) -> str:
-        """Return how many images a row has, as text."""
-        if not self.images:
-            return "without images"
-        size = "" if self.image_size is None else " of {} x {} pixels".format(*self.image_size)
-        return f"{self.images} {'image' if self.images == 1 else 'images'}{size} a row"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the sizes as plain values."""

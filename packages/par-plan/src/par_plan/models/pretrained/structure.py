@@ -113,20 +113,16 @@ class Structure:
 
         These are the outermost items of containers, such as the blocks of an encoder of images.
         """
-        kinds = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+        modules, kinds = self.model.named_modules(remove_duplicate=False), (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+        containers = {name for name, module in modules if isinstance(module, kinds)}
         found: dict[str, str] = {}
         for name in self.parameters:
             parts = name.split(".")
             around = [".".join(parts[:length]) for length in range(1, len(parts))]
-            item = next((one for one in around if isinstance(self._around(one), kinds)), None)
+            item = next((one for one in around if one.rpartition(".")[0] in containers), None)
             if item is not None and not name.startswith(f"{self.layers}."):
                 found[name] = item
         return found
-
-    def _around(self, name: str) -> nn.Module:
-        """Return the module that contains another one."""
-        module: nn.Module = self.model.get_submodule(name.rpartition(".")[0])
-        return module
 
     @cached_property
     def have_experts(self) -> tuple[bool, ...]:

@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -18,12 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from par_pipeline import image_inputs
 
-from ..._torch_private import storage_key
+from ..._torch_private import storage_key, tree_leaves, tree_map
 from ...inputs import NumberWidths
 from .kept import ATTENTION, ROWS, MatmulMode, attention_of
 
@@ -122,14 +120,19 @@ class _TowerTrace:
         kind: Any = import_module("transformers.modeling_layers").GradientCheckpointingLayer
         for number, block in enumerate(each for each in model.modules() if isinstance(each, kind)):
             block.gradient_checkpointing = False
-            block.register_forward_pre_hook(partial(self._enter, number), with_kwargs=True)
-            block.register_forward_hook(self._leave)
+            self._watch(number, block)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch all tensors that autograd saves while a context lasts."""
+
+        def keep(tensor: Tensor) -> _HeldTensor:
+            held = _HeldTensor(tensor)
+            self._saved.append((self._block, weakref.ref(held)))
+            return held
+
         with (
-            saved_tensors_hooks(self._keep, lambda saved: saved.tensor),
+            saved_tensors_hooks(keep, lambda saved: saved.tensor),
             torch.enable_grad(),
             MatmulMode(self._numbers),
             _MetaMode(),
@@ -155,20 +158,19 @@ class _TowerTrace:
             flops: Operations of matmuls.
             merged: Tokens of a row, for which autograd saves whether a feature replaces them, one byte each.
         """
-        saved, inputs, fixed, casts = defaultdict[int, float](float), defaultdict[int, float](float), 0.0, 0
-        seen = set[int]()
+        saved, inputs = defaultdict[int, float](float), defaultdict[int, float](float)
+        weights, tables, seen = list[Tensor](), list[Tensor](), set[int]()
         for block, found in self._saved:
             held = found()
             if held is None or (key := storage_key(held.tensor)) in seen:
                 continue
             seen.add(key)
-            size = held.tensor.untyped_storage().nbytes()
             if key in self._parameters:
-                casts += held.tensor.numel() if held.tensor.dim() > 1 else 0
+                weights.append(held.tensor)
             elif key in self._buffers:
-                fixed += size
+                tables.append(held.tensor)
             else:
-                saved[block] += size / ROWS
+                saved[block] += held.tensor.untyped_storage().nbytes() / ROWS
         held_inputs = set[int]()
         for block, tensor in self._inputs:
             # All blocks get the same rotary tables, so each storage counts once.
@@ -180,36 +182,36 @@ class _TowerTrace:
             saved=outside + sum(saved.values()),
             checkpointed=outside + sum(inputs.values()),
             block=max((size - inputs[block] for block, size in saved.items()), default=0.0),
-            fixed=fixed,
-            casts=casts,
+            fixed=float(sum(table.untyped_storage().nbytes() for table in tables)),
+            casts=sum(weight.numel() for weight in weights if weight.dim() > 1),
             flops=flops + self._flops,
             is_trained=bool(saved),
         )
 
-    def _keep(self, tensor: Tensor) -> "_HeldTensor":
-        saved = _HeldTensor(tensor)
-        self._saved.append((self._block, weakref.ref(saved)))
-        return saved
+    def _watch(self, number: int, block: nn.Module) -> None:
+        """Note the inputs of a block, and while it runs, its number."""
 
-    def _enter(self, number: int, module: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
-        del module
-        self._block = number
-        tensors = tree_flatten((args, dict(keywords)))[0]
-        self._inputs += [(number, x) for x in tensors if isinstance(x, Tensor) and x.is_meta]
+        def enter(_: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+            self._block = number
+            tensors = tree_leaves((args, dict(keywords)))
+            self._inputs += [(number, x) for x in tensors if isinstance(x, Tensor) and x.is_meta]
 
-    def _leave(self, *_: Any) -> None:
-        self._block = -1
+        def leave(*_: Any) -> None:
+            self._block = -1
+
+        block.register_forward_pre_hook(enter, with_kwargs=True)
+        block.register_forward_hook(leave)
 
 
 class _HeldTensor:
-    """What autograd keeps in place of a tensor, until it drops the tensor."""
+    """A tensor that autograd saves, and that is gone once autograd drops it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
 
 class _Attention(torch.autograd.Function):
-    """The shape of what attention gives, and what a fused kernel saves for its backward, which never runs."""
+    """A fused attention on the meta device. It saves the tensors of a backward that never runs."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -233,6 +235,6 @@ class _MetaMode(TorchFunctionMode):
         """Call the function, with all tensors on the meta device if one is there."""
         del types
         given = (args, dict(kwargs or {}))
-        if len({x.device.type for x in tree_flatten(given)[0] if isinstance(x, Tensor)}) > 1:
+        if len({x.device.type for x in tree_leaves(given) if isinstance(x, Tensor)}) > 1:
             given = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, given)
         return function(*given[0], **given[1])
