@@ -1,4 +1,4 @@
-"""State that a rank has before a move: what it tells the other ranks, and what all ranks have together."""
+"""State that a rank has before a move, and the state that all ranks have together."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields

@@ -204,7 +204,6 @@ class RunCheckpoints:
 class StrategyFiles(Setup):
     """The methods of a strategy that read and write files."""
 
-    _bundles: list[ModelBundle]
     _state: RunState
     _checkpoints: dict[str, RunCheckpoints]
 

@@ -28,10 +28,19 @@ from par_groups import (
 )
 from par_layers import Context, LayerSet, deals_packed_experts, layer_set
 from par_pipeline import Schedule, schedule
-from par_plan import ModelSizes, TrainingJob, model_sizes
+from par_plan import (
+    ModelSizes,
+    PretrainedShape,
+    StepPlan,
+    TrainingJob,
+    model_sizes,
+    plan_models,
+    plan_unsharded_model,
+)
 from par_precision import precision_of
 from par_zero import DataParallelGroup, MixedPrecision, ShardOptions
 
+from .bundles import ModelBundle
 from .experts import share_of_experts
 from .options import StrategyOptions
 from .plugin import Plugin
@@ -53,6 +62,7 @@ class Setup:
     """
 
     randomness: StepRandomness
+    _bundles: list[ModelBundle]
 
     def __init__(
         self, options: Mapping[str, Any], choose_plugins: Callable[[StrategyOptions, str], list[Plugin]]
@@ -236,6 +246,43 @@ class Setup:
         # The batch is one row here: state and traffic over data ranks, which this describes, do not depend on it.
         microbatches = 1 if self.schedule is None else self.schedule.microbatches
         return TrainingJob(batch=1, zero=options.stage, precision=options.precision_name, microbatches=microbatches)
+
+    def plan(
+        self,
+        model: nn.Module | None = None,
+        *,
+        batch: int | None = None,
+        context: int | None = None,
+        images: int = 0,
+        image_size: tuple[int, int] | None = None,
+    ) -> StepPlan:
+        """Predict the memory, the traffic and the pipeline bubble of a training step on this rank.
+
+        For initialized models, the prediction covers the state and the traffic over data ranks. For a transformers
+        model that is not initialized yet, it also covers activations and all other traffic, which depend on the batch.
+
+        Args:
+            model: A transformers model that is not initialized, perhaps on the meta device. Default: the initialized
+                models.
+            batch: The rows of a step of `model` over all ranks. Default: one for each microbatch of each data rank.
+            context: The tokens of a row of `model`. Default: the model's number of positions.
+            images: The images of a row of `model`. Default: 0, rows of text.
+            image_size: Height and width of an image in pixels. Default: the size in the model's configuration.
+
+        Raises:
+            ValueError: The model cannot be sharded over these ranks, it takes no such images, or the batch does not
+                divide.
+        """
+        job, gloo = self.job(), self.device.type == "cpu"
+        if model is None:
+            sizes = [bundle.sizes for bundle in self._bundles if bundle.sizes is not None]
+            return plan_models(sizes, self.groups.topology, job, self.schedule)
+        microbatches = self.make_schedule().microbatches
+        batch = microbatches * self.groups.size(self.data_axes) if batch is None else batch
+        name = self.options.pipeline_keywords.get("schedule", "1f1b")
+        job = replace(job, batch=batch, schedule=name, microbatches=microbatches)
+        shape = PretrainedShape(model, context=context, images=images, image_size=image_size)
+        return plan_unsharded_model(shape, self.groups.topology, job, rank=self.groups.rank("pipeline"), gloo=gloo)
 
     @property
     def sequence_ranks(self) -> int:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +14,6 @@ from par_groups import Digest, agree, check_alike, digest_of, settle_, together
 from par_layers import RouterLosses, parallelization_of
 from par_layers.pretrained import Ends, Prompts, joined_rows, make_batch_splitter, read_request, write_on
 from par_pipeline import Pipeline, build_stage, build_stages, schedule
-from par_plan import PretrainedShape, StepPlan, plan_models, plan_unsharded_model
 from par_precision import MixedOptimizer
 
 from .batches import BatchReader
@@ -146,43 +144,6 @@ class Strategy(StrategyFiles):
                 of this kind cannot be trained; on every rank.
         """
         return make_part(self, path, plan=plan, dtype=dtype, adapter=adapter, attention=attention, weights=weights)
-
-    def plan(
-        self,
-        model: nn.Module | None = None,
-        *,
-        batch: int | None = None,
-        context: int | None = None,
-        images: int = 0,
-        image_size: tuple[int, int] | None = None,
-    ) -> StepPlan:
-        """Predict the memory, the traffic and the pipeline bubble of a training step on this rank.
-
-        For initialized models, the prediction covers the state and the traffic over data ranks. For a transformers
-        model that is not initialized yet, it also covers activations and all other traffic, which depend on the batch.
-
-        Args:
-            model: A transformers model that is not initialized, perhaps on the meta device. Default: the initialized
-                models.
-            batch: The rows of a step of `model` over all ranks. Default: one for each microbatch of each data rank.
-            context: The tokens of a row of `model`. Default: the model's number of positions.
-            images: The images of a row of `model`. Default: 0, rows of text.
-            image_size: Height and width of an image in pixels. Default: the size in the model's configuration.
-
-        Raises:
-            ValueError: The model cannot be sharded over these ranks, it takes no such images, or the batch does not
-                divide.
-        """
-        job, gloo = self.job(), self.device.type == "cpu"
-        if model is None:
-            sizes = [bundle.sizes for bundle in self._bundles if bundle.sizes is not None]
-            return plan_models(sizes, self.groups.topology, job, self.schedule)
-        microbatches = self.make_schedule().microbatches
-        batch = microbatches * self.groups.size(self.data_axes) if batch is None else batch
-        name = self.options.pipeline_keywords.get("schedule", "1f1b")
-        job = replace(job, batch=batch, schedule=name, microbatches=microbatches)
-        shape = PretrainedShape(model, context=context, images=images, image_size=image_size)
-        return plan_unsharded_model(shape, self.groups.topology, job, rank=self.groups.rank("pipeline"), gloo=gloo)
 
     def initialize(self, *objects: Any, plans: Mapping[nn.Module, Plan] | None = None) -> Any:
         """Make models, optimizers, data loaders and lr schedulers parallel, mostly in place. Collective.
