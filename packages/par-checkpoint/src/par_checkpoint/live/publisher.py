@@ -144,11 +144,11 @@ class Publisher:
             def copy() -> WeightCopy:
                 if self._error is not None:
                     raise CheckpointError(f"generators cannot be reached any longer: {self._error}") from self._error
-                # The store has the number as text, and generators read an integer there.
                 if self._closing.is_set():
                     raise CheckpointError(
                         "this publisher is closed, so nobody would receive the version; make a new one"
                     )
+                # The store has the number as text, and generators read an integer there.
                 if not isinstance(version, int) or isinstance(version, bool):
                     raise TypeError(f"version={version!r}: it must be an int; pass one, such as the number of the step")
                 if self._newest is not None and version <= self._newest[0]:
