@@ -219,6 +219,12 @@ def test_experts_without_a_cut_weight_are_refused():
         plan_shardings(packed(4), ranks(), plan={"experts": ExpertTensorParallel()})
 
 
+def test_cut_weights_of_experts_without_a_rule_around_them_are_refused():
+    plan = {"experts.gate_up": "packed_colwise", "experts.down": "rowwise"}
+    with pytest.raises(TypeError, match=r"'experts.gate_up' has the rule .* give 'experts' the rule 'moe_tp_experts'"):
+        plan_shardings(packed(4), ranks(), plan=plan)
+
+
 class Latents(nn.Module):
     """The projections of latent attention: the last features of `down` are keys that every head has."""
 
