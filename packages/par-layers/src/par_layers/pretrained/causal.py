@@ -149,8 +149,10 @@ class CausalModel:
         # A prepared model takes positions also if its forward does not: they describe documents.
         self._separates = "position_ids" in names or hasattr(self._model, FOUND)
         takes_any = any(each.kind is each.VAR_KEYWORD for each in names.values())
-        # With a cache, transformers does not separate documents. Some forwards take `use_cache` without naming it.
-        self._may_cache = "use_cache" in names or (takes_any and hasattr(self._model.config, "use_cache"))
+        # With a cache, transformers does not separate documents. Some forwards take `use_cache` without naming it, and
+        # a model with images has it in the configuration of its text.
+        text = self._model.config.get_text_config()
+        self._may_cache = "use_cache" in names or (takes_any and hasattr(text, "use_cache"))
 
     def fed(self, batch: Mapping[str, Any]) -> tuple[tuple[Tensor], dict[str, Any], Tensor]:
         """Convert a batch of a collator into arguments of the model and labels.

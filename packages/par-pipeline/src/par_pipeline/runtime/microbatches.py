@@ -209,12 +209,15 @@ def split_keywords(keywords: Mapping[str, Any], rows: int, microbatches: int) ->
     """
     split: dict[str, Any] = dict(keywords)
     for name, value in keywords.items():
-        if not isinstance(value, Tensor) or microbatches == 1:
+        if not isinstance(value, Tensor):
             continue
-        if name in _SHARED:
-            split[name] = Microbatches([value] * microbatches)
-        elif name == "position_ids" and value.dim() == 3:  # [sections, rows, time] of models with images
+        # [sections, rows, time] of models with images; a pipeline compares dim 0 with the rows for one microbatch, too.
+        if name == "position_ids" and value.dim() == 3:
             split[name] = Microbatches(value.tensor_split(microbatches, dim=1))
+        elif microbatches == 1:
+            continue
+        elif name in _SHARED:
+            split[name] = Microbatches([value] * microbatches)
         elif name.endswith("_grid_thw"):
             raise ValueError(
                 f"{name} of shape {tuple(value.shape)}: it has an entry for each image, not for each of the {rows} "

@@ -1,0 +1,149 @@
+"""Rows of text and images from a processor, packed: each document is computed as it is alone."""
+
+import importlib
+
+import pytest
+import torch
+from torch.nn import functional
+
+from par_groups import sharding_of
+from par_testing import keep_fp64
+from par_train import Strategy
+from par_zero import summon
+
+transformers = pytest.importorskip("transformers", minversion="5.23")
+tokenizers = pytest.importorskip("tokenizers")
+from .test_vision_language import IMAGE, QWEN3_VL, made  # noqa: E402 - after the skip
+
+WORDS = {f"w{number}": number for number in range(1, 30)}
+SPECIAL = {"<pad>": 0, "<video>": 36, "<start>": 37, "<end>": 38, "<image>": IMAGE}
+ROWS = [
+    [("w3 w5 <image> w7", (8, 12)), ("w9 w2 w4 w9 w9", None), ("w8 <image> w1 w6", (8, 8))],
+    [("w4 w4 w1 w2 w3 w9 w8", None), ("w5 w6 w2", None), ("w7 w9 w6 w5 w4 w3", None)],
+]
+"""Documents of two packed rows: text, and the height and width of its image. The second row has no image."""
+
+
+def processor(name):
+    """A processor of a family with a vocabulary of words. The variants on PIL need no torchvision."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({**WORDS, **SPECIAL}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    names = {"image_token": "<image>", "video_token": "<video>", "vision_start_token": "<start>"}
+    names |= {"vision_end_token": "<end>"}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", extra_special_tokens=names
+    )
+    images = "transformers.models.{0}.image_processing_pil_{0}".format
+    if name == "Llava":
+        clip = importlib.import_module(images("clip")).CLIPImageProcessorPil
+        pixels = clip(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
+        how = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+        return transformers.LlavaProcessor(pixels, tokenizer, **how)
+
+    class WithoutVideos(transformers.Qwen3VLProcessor):
+        def check_argument_for_proper_class(self, argument_name, argument):
+            return None if argument is None else super().check_argument_for_proper_class(argument_name, argument)
+
+    qwen = importlib.import_module(images("qwen2_vl")).Qwen2VLImageProcessorPil
+    size = {"shortest_edge": 16, "longest_edge": 256}
+    return WithoutVideos(qwen(patch_size=4, temporal_patch_size=1, merge_size=1, size=size), tokenizer, None)
+
+
+def documents(name):
+    """The processor's output for each document of each row, in fp64."""
+    process, generator = processor(name), torch.Generator().manual_seed(0)
+    rows = []
+    for row in ROWS:
+        rows.append([])
+        for text, size in row:
+            given = {"text": [text]}
+            if size is not None:
+                given["images"] = [torch.randint(0, 256, (*size, 3), generator=generator, dtype=torch.uint8).numpy()]
+            output = dict(process(**given, return_tensors="pt"))
+            del output["attention_mask"]  # a packed row has no padding
+            rows[-1].append({key: x.double() if x.is_floating_point() else x for key, x in output.items()})
+    return rows
+
+
+def positions(model, document):
+    """Positions of the text of a document, [1, time], or of text and images, [4, 1, time], if the model has such."""
+    text = torch.arange(document["input_ids"].shape[1])[None]
+    if not hasattr(model.model, "get_rope_index"):
+        return text
+    if "image_grid_thw" not in document:
+        return text.expand(4, -1, -1)
+    keys = ("input_ids", "mm_token_type_ids", "image_grid_thw")
+    return torch.cat([text[None], model.model.get_rope_index(**{key: document[key] for key in keys})[0]])
+
+
+def packed(model, rows):
+    """One batch of packed rows, padded to the length of the longest, an even number."""
+    of_tokens = {"input_ids": 0, "mm_token_type_ids": 0, "labels": -100, "position_ids": 0}
+    length = max(sum(each["input_ids"].shape[1] for each in row) for row in rows)
+    length += length % 2
+    batch = {}
+    for row in rows:
+        for each in row:
+            each |= {"labels": each["input_ids"].clone(), "position_ids": positions(model, each)}
+            each["labels"][:, 0] = -100
+            each["labels"][each["input_ids"] == IMAGE] = -100
+        parts = {key: [each[key] for each in row if key in each] for each in row for key in each}
+        for key, each in parts.items():
+            joined = torch.cat(each, -1) if key in of_tokens else torch.cat(each)
+            if key in of_tokens:
+                joined = functional.pad(joined, (0, length - joined.shape[-1]), value=of_tokens[key])
+            batch.setdefault(key, []).append(joined)
+    return {key: torch.cat(each, -2 if key == "position_ids" else 0) for key, each in batch.items()}
+
+
+def alone(model, rows):
+    """Gradients of the mean loss over all labels, and the loss, when each document is a row of its own."""
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for each in (each for row in rows for each in row):
+        takes = {key: x for key, x in each.items() if key not in {"labels", "position_ids"}}
+        labels = each["labels"][0, 1:]
+        total = total + functional.cross_entropy(model(**takes).logits[0, :-1], labels, reduction="sum")
+        count += int((labels != -100).sum())
+    (total / count).backward()
+    return total.item() / count
+
+
+WAYS = {
+    "data": {"zero": 3},
+    "tensor": {"parallel": {"tensor": {"size": 2, "mode": "1d"}}},
+    "sequence parallel": {"parallel": {"tensor": {"size": 2, "mode": "1d", "sequence_parallel": True}}},
+    "pipeline": {"parallel": {"pipeline": 2}, "pipeline": {"microbatches": 2}},
+}
+
+
+def check(name, way):
+    with keep_fp64(), Strategy(**WAYS[way]) as strategy:
+        reference, rows = made(name), documents(name)
+        batch = packed(reference, rows)
+        expected = alone(reference, rows)
+        model = made(name)
+        plans = {model: QWEN3_VL} if name == "Qwen3-VL" and "tensor" in WAYS[way].get("parallel", {}) else {}
+        model, optimizer = strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), plans=plans)
+        mine = packed(reference, rows[torch.distributed.get_rank() :][:1]) if way == "data" else batch
+        loss = strategy.execute_pipeline(iter([mine]), model, None, optimizer)
+        optimizer.step()
+        after = {key: x.detach() - (0 if x.grad is None else x.grad) for key, x in reference.named_parameters()}
+        if way == "data":
+            with summon(model):
+                far = {key: (x - after[key]).abs().max().item() for key, x in model.named_parameters()}
+        else:
+            far = {
+                key: (box.of(x.detach()) - after[key][box.slices]).abs().max().item()
+                for key, x in model.named_parameters()
+                for box in sharding_of(x).boxes
+            }
+        worst = max(far, key=lambda key: far[key])
+        assert far[worst] < 1e-10, (name, way, worst, far[worst], loss.item(), expected)
+        assert abs(loss.item() - expected) < 1e-10 or way == "data", (name, way)
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_packed_images_equal_their_documents_alone():
+    for way in WAYS:
+        for name in ("Llava", "Qwen3-VL"):
+            check(name, way)
