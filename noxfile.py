@@ -104,6 +104,19 @@ def hosts(session: nox.Session) -> None:
 
 
 @nox.session
+def qlora(session: nox.Session) -> None:
+    """Adapters on weights that bitsandbytes packs. A minute.
+
+    No other session has bitsandbytes. peft imports it, and its import calls torch.compile, after which par-zero waits
+    for parameters at the end of a step.
+    """
+    install_workspace(session, "test", "integration", "quantized")
+    run_pytest(
+        session, "tests-integration/test_qlora.py", "tests-integration/test_strategy_adapters.py", *session.posargs
+    )
+
+
+@nox.session
 def strict(session: nox.Session) -> None:
     """Rank tests on ranks that enforce on a CPU what NCCL would; then again, completing when a seed says. Minutes."""
     run_suite(session, *workers(), "--backend", "strict", *session.posargs)

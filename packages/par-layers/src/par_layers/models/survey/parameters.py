@@ -18,7 +18,6 @@ from ..plans.styles import (
     ColumnParallel,
     EmbeddingParallel,
     ExpertParallel,
-    ExpertTensorParallel,
     PartialGradient,
     Replicated,
     RowParallel,
@@ -170,11 +169,7 @@ class ParameterShards:
     def _bare_part(self, style: Style, parameter: Tensor, name: str) -> ParameterShard | None:
         """Return this rank's part of a parameter with its own rule: experts' weights [E, N, K], or one value a head."""
         dims = parameter.dim()
-        if (
-            dims == 3
-            and isinstance(style, (ColumnParallel, RowParallel))
-            and not isinstance(self.rules.get(parent(name)), ExpertTensorParallel)
-        ):
+        if dims == 3 and isinstance(style, (ColumnParallel, RowParallel)) and self.rules.get(parent(name)) is None:
             # Each rank would compute a part of every expert's output, and nothing would add the parts.
             raise TypeError(
                 f"{name!r} has the rule {style}, and the module around it not; give {parent(name)!r} the rule "
