@@ -114,6 +114,7 @@ class Publisher:
             self._number: int = session.ranks.on_first(register)
         self._newest: tuple[int, WeightCopy] | None = None
         self._kept: deque[WeightCopy] = deque(maxlen=keep)  # committed versions before the newest one
+        self._travelling: dict[int, WeightCopy] = {}  # versions of the updates in progress, by their numbers
         # `Publication.wait` counts generators, and a generator may have skipped to a later version.
         self._commits: dict[int, int] = {}
         self._changed = threading.Condition()
@@ -294,17 +295,20 @@ class Publisher:
             budget=self._budget,
             timeout=self._timeout,
         )
+        is_committed = False
+        with self._changed:
+            # A generator has its version before the thread here knows of it, and may ask for the next one at once.
+            bases = (*self._kept, *self._travelling.values())
+            self._travelling[transaction.number] = newest[1]
         try:
-            with self._changed:
-                bases = tuple(self._kept)
             is_committed = update.run_(transaction, source=newest[1], bases=bases) is not None
         except MismatchError as error:
             _logger.warning("update %d: %s", transaction.number, error)
-            return
-        if not is_committed:
-            return
-        with self._changed:
-            if version not in self._commits and self._newest != newest:  # replaced while it travelled
-                self._kept.append(newest[1])
-            self._commits[version] = self._commits.get(version, 0) + 1
-            self._changed.notify_all()
+        finally:
+            with self._changed:
+                del self._travelling[transaction.number]
+                if is_committed:
+                    if version not in self._commits and self._newest != newest:  # replaced while it travelled
+                        self._kept.append(newest[1])
+                    self._commits[version] = self._commits.get(version, 0) + 1
+                    self._changed.notify_all()
