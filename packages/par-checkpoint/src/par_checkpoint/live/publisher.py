@@ -114,7 +114,6 @@ class Publisher:
             self._number: int = session.ranks.on_first(register)
         self._newest: tuple[int, WeightCopy] | None = None
         self._kept: deque[WeightCopy] = deque(maxlen=keep)  # committed versions before the newest one
-        self._travelling: dict[int, WeightCopy] = {}  # versions of the updates in progress, by their numbers
         # `Publication.wait` counts generators, and a generator may have skipped to a later version.
         self._commits: dict[int, int] = {}
         self._changed = threading.Condition()
@@ -229,6 +228,7 @@ class Publisher:
     def _serve(self) -> None:
         """Send the newest version to each generator that asks, at the same time."""
         number, threads = 1, list[threading.Thread]()
+        travelling: dict[int, WeightCopy] = {}  # versions of the updates in progress, by their numbers
         try:
             while not self._closing.is_set() and self._error is None:
                 # Generators number their requests by a counter in the store, so the next request has the next number.
@@ -240,7 +240,7 @@ class Publisher:
                 # An update waits for a generator's process that was killed until the timeout. Each update has a thread
                 # and a communicator of its own, so that no other generator waits with it.
                 threads = [thread for thread in threads if thread.is_alive()]
-                threads.append(threading.Thread(target=self._update, args=(transaction, size), daemon=True))
+                threads.append(threading.Thread(target=self._update, args=(transaction, size, travelling), daemon=True))
                 threads[-1].start()
                 number += 1
         except Exception as error:
@@ -248,10 +248,10 @@ class Publisher:
         for thread in threads:
             thread.join()
 
-    def _update(self, transaction: Transaction, generator: int) -> None:
+    def _update(self, transaction: Transaction, generator: int, travelling: dict[int, WeightCopy]) -> None:
         """Send the newest version to one generator, and leave."""
         try:
-            self._send(transaction, generator)
+            self._send(transaction, generator, travelling)
             transaction.leave(self._place[1] + generator)
         except Exception as error:
             self._fail(error)
@@ -262,12 +262,13 @@ class Publisher:
             self._error = error
             self._changed.notify_all()
 
-    def _send(self, transaction: Transaction, generator: int) -> None:
+    def _send(self, transaction: Transaction, generator: int, travelling: dict[int, WeightCopy]) -> None:
         """Take part in one update.
 
         Args:
             transaction: The attempt.
             generator: Number of the generator's processes.
+            travelling: Versions of the updates in progress.
         """
         try:
             # The first rank chooses the version, because ranks publish a new one at slightly different moments.
@@ -298,15 +299,15 @@ class Publisher:
         is_committed = False
         with self._changed:
             # A generator has its version before the thread here knows of it, and may ask for the next one at once.
-            bases = (*self._kept, *self._travelling.values())
-            self._travelling[transaction.number] = newest[1]
+            bases = (*self._kept, *travelling.values())
+            travelling[transaction.number] = newest[1]
         try:
             is_committed = update.run_(transaction, source=newest[1], bases=bases) is not None
         except MismatchError as error:
             _logger.warning("update %d: %s", transaction.number, error)
         finally:
             with self._changed:
-                del self._travelling[transaction.number]
+                del travelling[transaction.number]
                 if is_committed:
                     if version not in self._commits and self._newest != newest:  # replaced while it travelled
                         self._kept.append(newest[1])
