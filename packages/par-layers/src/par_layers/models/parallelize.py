@@ -424,8 +424,9 @@ class _Adoption:
         if self.found.layers is None:
             return
         stack: Any = self.modules[self.found.layers]
-        first, last = FirstLayer(*(at := (self.grid, self.axes, self.sequence))), LastLayer(*at)
-        begins, around = Begins(*at, len(stack)), self.modules[next(names_around(self.found.layers))]
+        at = self.grid, self.axes, self.sequence
+        first, last, begins = FirstLayer(*at), LastLayer(*at), Begins(*at, len(stack))
+        around = self.modules[next(names_around(self.found.layers))]
         # The hook is on the module around the layers, because callers may run the layers without the model's head.
         around.register_forward_pre_hook(begins.before, with_kwargs=True)
         around.register_forward_hook(begins.after, always_call=True)
@@ -443,10 +444,8 @@ class _Adoption:
             wrapper = wrapper_around(name, self.found.wrappers)
             # The dropout of an adapter sees the sharded input of a Row, or the replicated input of a Column.
             if wrapper is not None:
-                layout = ActivationLayout(
-                    features=self.axes if isinstance(self.found.rules[wrapper], RowParallel) else ()
-                )
-                adopt_dropout_(module, self.grid, self.axes, None, layout=layout)
+                axes = self.axes if isinstance(self.found.rules[wrapper], RowParallel) else ()
+                adopt_dropout_(module, self.grid, self.axes, None, layout=ActivationLayout(features=axes))
                 continue
             region = next((regions[around] for around in names_around(name) if around in regions), None)
             layout = ActivationLayout(sequence=self.axes if self.found.is_cut_along_sequence(name) else ())
