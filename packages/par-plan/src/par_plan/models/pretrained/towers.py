@@ -215,9 +215,9 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        # As in torch's, the output lies in memory as the queries do.
-        output = torch.empty_like(query) if value.shape[-1] == query.shape[-1] else None
-        output = query.new_empty(*query.shape[:-1], value.shape[-1]) if output is None else output
+        # As in torch's, the output lies in memory as the queries do if it has their shape.
+        shape = *query.shape[:-1], value.shape[-1]
+        output = torch.empty_like(query) if shape == query.shape else query.new_empty(shape)
         ctx.save_for_backward(query, key, value, output, torch.empty(query.shape[:-1], device="meta"))
         return output
 
