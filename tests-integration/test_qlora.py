@@ -8,7 +8,7 @@ import torch.distributed as dist
 from par_layers import parallelization_of
 from par_train import Strategy
 
-from .test_strategy_adapters import CUT, SEQUENCE, TEXT, TOLERANCE, assert_near, batches, lora, train
+from .test_strategy_adapters import CUT, SEQUENCE, TEXT, TOLERANCE, assert_near, batches, lora, train, train_plainly
 
 transformers = pytest.importorskip("transformers", minversion="5.4")
 peft = pytest.importorskip("peft", minversion="0.21")
@@ -54,14 +54,7 @@ def initialized(strategy, model):
 
 def one_process(model):
     """Losses and adapters after some steps."""
-    losses = []
-    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.3, momentum=0.9)
-    for batch in batches():
-        loss = model.train()(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = train_plainly(model)
     return losses, peft.get_peft_model_state_dict(model)
 
 

@@ -48,20 +48,26 @@ def batches():
         yield {"input_ids": ids, "labels": ids}
 
 
-@functools.cache
-def one_device(base, adapter):
-    """Losses, adapters and merged weights after some steps, in plain peft, from what a strategy has drawn."""
-    model = peft.PeftModel.from_pretrained(
-        transformers.AutoModelForCausalLM.from_pretrained(base), adapter, is_trainable=True
-    )
-    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.3, momentum=0.9)
+def train_plainly(model):
+    """Losses of some steps of a model of peft, without a strategy."""
     losses = []
+    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.3, momentum=0.9)
     for batch in batches():
         loss = model.train()(**batch).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+    return losses
+
+
+@functools.cache
+def one_device(base, adapter):
+    """Losses, adapters and merged weights after some steps, in plain peft, from what a strategy has drawn."""
+    model = peft.PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained(base), adapter, is_trainable=True
+    )
+    losses = train_plainly(model)
     adapters = {name: tensor.clone() for name, tensor in peft.get_peft_model_state_dict(model).items()}
     return losses, adapters, model.merge_and_unload().state_dict()
 
