@@ -13,9 +13,9 @@ from par_zero import summon
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 tokenizers = pytest.importorskip("tokenizers")
-from .test_vision_language import IMAGE, QWEN3_VL, made  # noqa: E402 - after the skip
+from .test_vision_language import IMAGE, QWEN3_VL, batch, made  # noqa: E402 - after the skip
 
-WORDS = {f"w{number}": number for number in range(1, 30)}
+WORD_IDS = {f"w{number}": number for number in range(1, 30)}
 SPECIAL = {"<pad>": 0, "<video>": 36, "<start>": 37, "<end>": 38, "<image>": IMAGE}
 ROWS = [
     [("w3 w5 <image> w7", (8, 12)), ("w9 w2 w4 w9 w9", None), ("w8 <image> w1 w6", (8, 8))],
@@ -26,7 +26,7 @@ ROWS = [
 
 def processor(name):
     """A processor of a family with a vocabulary of words. The variants on PIL need no torchvision."""
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({**WORDS, **SPECIAL}, unk_token="<pad>"))
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({**WORD_IDS, **SPECIAL}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     names = {"image_token": "<image>", "video_token": "<video>", "vision_start_token": "<start>"}
     names |= {"vision_end_token": "<end>"}
@@ -147,3 +147,25 @@ def test_packed_images_equal_their_documents_alone():
     for way in WAYS:
         for name in ("Llava", "Qwen3-VL"):
             check(name, way)
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_packed_images_whose_types_make_masks_raise_on_all_ranks():
+    """Transformers looks up the images of Gemma 3 at positions within a document: packed images mix documents."""
+    images = {key: x[:, :8] if x.shape[-1] == 9 else x for key, x in batch("Gemma3", 0, 0, True).items()}
+    texts = {key: x[:, :8] for key, x in batch("Gemma3", 0, 0, False).items()}
+    places = {"position_ids": torch.tensor([[0, 1, 2, 3, 4, 5, 6, 0], [0, 1, 2, 3, 0, 1, 2, 3]])}
+    for way, options in WAYS.items():
+        with keep_fp64(), Strategy(**options) as strategy:
+            alone, model = made("Gemma3"), made("Gemma3")
+            model, optimizer = strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0))
+            for given in (images, {**texts, **places}):
+                logits = alone(**{key: x for key, x in given.items() if key != "labels"}, use_cache=False).logits
+                loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), given["labels"][:, 1:].flatten())
+                mine = strategy.execute_pipeline(iter([given]), model, None, optimizer, forward_only=True)
+                assert abs(mine.item() - loss.item()) < 1e-10, (way, sorted(given))
+            with pytest.raises(
+                ValueError, match=r"packed rows and token_type_ids: Gemma3For.*one document in each row"
+            ):
+                strategy.execute_pipeline(iter([{**images, **places}]), model, None, optimizer)
+            assert all(parameter.grad is None for parameter in model.parameters()), way

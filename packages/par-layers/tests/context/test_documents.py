@@ -131,6 +131,60 @@ def test_models_that_cannot_separate_documents_raise_for_packed_rows():
         model(**packed())
 
 
+def with_images(name):
+    """A model of 16 features whose mask is made from the types of tokens, in float64."""
+    torch.manual_seed(3)
+    small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    eyes = transformers.SiglipVisionConfig(**small, image_size=8, patch_size=4, projection_dim=16)
+    text = {**small, "num_key_value_heads": 2, "vocab_size": 50, "head_dim": 8}
+    own = {"mm_tokens_per_image": 4} if name == "Gemma3" else {"projection_dim": 16}
+    family = {"Gemma3": "Gemma3Text", "PaliGemma": "Gemma"}[name]
+    config = getattr(transformers, f"{name}Config")(
+        vision_config=eyes, text_config=getattr(transformers, f"{family}Config")(**text), image_token_index=49, **own
+    )
+    return getattr(transformers, f"{name}ForConditionalGeneration")(config).double().train()
+
+
+@pytest.mark.parametrize("name", ["Gemma3", "PaliGemma"])
+def test_packed_rows_with_types_that_mix_documents_raise(name):
+    """Gemma 3 looks up its types at positions within a document; PaliGemma lets all tokens of type 0 attend."""
+    model = separate_documents_(with_images(name))
+    batch, texts = packed(), torch.zeros(2, 24, dtype=torch.long)
+    images = texts.clone()
+    images[0, 2:6] = 1
+    one = {"input_ids": batch["input_ids"], "position_ids": torch.arange(24)[None]}
+    for types in (texts, images):  # rows of one document
+        plain = with_images(name)(**one, token_type_ids=types).logits
+        assert model(**one, token_type_ids=types).logits.equal(plain)
+    text = rf"packed rows and token_type_ids: {name}ForConditionalGeneration derives from it .* without images"
+    for types in (images,) if name == "Gemma3" else (images, texts):
+        with pytest.raises(ValueError, match=text):
+            model(**batch, token_type_ids=types)
+    if name == "Gemma3":  # PaliGemma has another mask without types, and it is not causal
+        with keep_fp64():
+            expected = loss_of_documents(model, batch_of(), DOCUMENTS).item()
+            assert abs(packed_loss(model).item() - expected) < 1e-10
+        assert model(**batch, token_type_ids=texts).logits.equal(model(**batch).logits)
+
+
+def test_types_of_tokens_without_influence_on_masks_are_accepted():
+    class Typed(transformers.LlamaForCausalLM):
+        """Adds a feature of the type of a token, and fails on types that it has no features for."""
+
+        def forward(self, input_ids, token_type_ids=None, **keywords):
+            embeds = self.model.embed_tokens(input_ids)
+            if token_type_ids is not None:
+                embeds = embeds + self.features[token_type_ids, None]
+            return super().forward(inputs_embeds=embeds, **keywords)
+
+    for features, text in (([0.0, 1.0], None), ([0.0], "fails on tokens of type 1 (IndexError")):
+        model = Typed(transformers.LlamaConfig(**SIZES))
+        model.register_buffer("features", torch.tensor(features))
+        prepare_packed_rows_(model)
+        typed = getattr(model, FOUND).typed
+        assert typed is None if text is None else text in typed, typed
+
+
 def test_models_that_cannot_be_checked_say_why():
     class Broken(nn.Module):
         def forward(self, x):

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from par_groups import attributes
 
-from ..context.existing.documents import FOUND, packed_documents
+from ..context.existing.documents import FOUND, check_packed_batch, packed_documents
 from ..models.parallel import Parallelization, parallelization_of
 from .images import check_images, image_positions, split_images
 
@@ -167,10 +167,13 @@ class CausalModel:
 
         Raises:
             ValueError: The batch has no ids, images that do not fit its placeholders, or a mask in addition to
-                positions that restart in a row. Or positions restart, and the model takes no positions.
+                positions that restart in a row. Or positions restart, and the model takes no positions or cannot
+                separate documents.
         """
         labels = next_labels(batch)
         check_images(self._model.config, self._takes, batch)
+        # Here, because every stage of a pipeline gets the batch, and the first one alone calls the model's own forward.
+        check_packed_batch(getattr(self._model, FOUND, None), batch)
         keywords = {name: value for name, value in batch.items() if name in self._takes and value is not None}
         positions = batch.get("position_ids")
         if self._separates and positions is not None:

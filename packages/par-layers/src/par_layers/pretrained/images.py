@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..context.existing.packed_trial import TYPES
+
 _INPUTS = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
 """Keys of the pixels and of their grid, as processors of Hugging Face Transformers return them."""
-
-_TYPES = ("mm_token_type_ids", "token_type_ids")
-"""Keys that mark the tokens of images."""
 
 _INSTEAD = ("inputs_embeds", "mm_encoder_outputs", "image_embeds", "image_hidden_states")
 """Keys of what a caller may pass in place of pixels."""
@@ -54,7 +53,7 @@ def check_images(config: Any, takes: Collection[str], batch: Mapping[str, Any]) 
             shape = list(batch[key].shape)
             raise ValueError(f"{key} is {shape}, and input_ids has no {kind} placeholder (id {tokens[kind]}): {_RULE}")
         # Without the types of tokens, some models attend to an image as to text, and raise no error.
-        missing = [each for each in (grid_key, *_TYPES) if each in takes and batch.get(each) is None]
+        missing = [each for each in (grid_key, *TYPES) if each in takes and batch.get(each) is None]
         if missing:
             raise ValueError(f"the batch has {key!r}, and {missing[0]!r} is missing: {_RULE}")
     if given == ["image"] and "image" in found:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..._torch_private import current_graph_task
 from ..tokens import Tokens
-from .packed_trial import MixingModules, find_mixing_modules
+from .packed_trial import TYPES, MixingModules, find_mixing_modules
 from .recurrent import TokensFromAround, assembled, mapped, sliced
 from .states import DocumentPart, document_parts
 from .transformers import NAME
@@ -79,9 +79,36 @@ def prepare_packed_rows_(model: nn.Module) -> None:
     found = find_mixing_modules(model, separate_modules_)
     separate_modules_(model, found.names)
     model.__dict__[FOUND] = found
-    if found.problem is not None:
+    if found.problem is not None or found.typed is not None:
         for module in _models_in(model):
-            module.register_forward_pre_hook(_RefusePackedRows(found.problem), with_kwargs=True, prepend=True)
+            module.register_forward_pre_hook(_RefusePackedRows(found), with_kwargs=True, prepend=True)
+
+
+def check_packed_batch(found: MixingModules | None, batch: Mapping[str, Any]) -> None:
+    """Raise if a model cannot separate the documents of a batch.
+
+    Args:
+        found: Result of the trial of the model; None without a trial.
+        batch: Arguments of the model by name.
+
+    Raises:
+        ValueError: Positions restart in a row, and a module reads across documents; or the batch also has types of
+            tokens, by which the model lets tokens attend across documents.
+    """
+    if found is None:
+        return
+    positions = batch.get("position_ids")
+    types = [batch[key] for key in TYPES if found.typed is not None and batch.get(key) is not None]
+    # With a mask, Transformers takes rows for padded ones.
+    if not isinstance(positions, Tensor) or batch.get("attention_mask") is not None:
+        return
+    # It reads the positions from the device, so it runs for such models only.
+    if (found.problem is None and not types) or packed_documents(positions) is None:
+        return
+    if found.problem is not None:
+        raise ValueError(found.problem)
+    if found.typed_text or any(bool(each.any()) for each in types):
+        raise ValueError(found.typed)
 
 
 def separate_modules_(model: nn.Module, names: tuple[str, ...]) -> None:
@@ -218,22 +245,20 @@ def packed_documents(positions: Tensor) -> tuple[tuple[int, ...], ...] | None:
 
 
 class _RefusePackedRows:
-    """Forward pre-hook that raises an error for packed rows.
+    """Forward pre-hook that raises an error for packed rows which a model cannot separate.
 
     Args:
-        problem: Message of the error.
+        found: Result of the trial of the model.
     """
 
-    def __init__(self, problem: str) -> None:
-        self._problem = problem
+    def __init__(self, found: MixingModules) -> None:
+        self._found = found
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Raise ValueError if positions restart in a row."""
         takes = _parameters(module)
-        positions = _argument("position_ids", takes, args, keywords)
-        has_mask = _argument("attention_mask", takes, args, keywords) is not None
-        if isinstance(positions, Tensor) and not has_mask and packed_documents(positions) is not None:
-            raise ValueError(self._problem)
+        names = ("position_ids", "attention_mask", *TYPES)
+        check_packed_batch(self._found, {name: _argument(name, takes, args, keywords) for name in names})
 
 
 def _models_in(model: nn.Module) -> list[nn.Module]:

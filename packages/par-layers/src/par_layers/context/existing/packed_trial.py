@@ -4,10 +4,15 @@ A small copy of the model runs on the CPU on three rows: documents A and B, anot
 before A. Every output for B must be the same in all rows. The innermost module whose output for B depends on A is the
 cause. This module, or else the nearest one around it that can, then computes one document at a time, and the trial runs
 again.
+
+A model with images may let the tokens of an image attend to each other, and derive that from the types of tokens. Such
+a model runs once more with types.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from inspect import signature, unwrap
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,6 +28,9 @@ TOLERANCE = 1e-4
 
 ADVICE = "put one document in each row"
 
+TYPES = ("mm_token_type_ids", "token_type_ids")
+"""Keywords that mark the tokens of images; 0 for text."""
+
 
 @dataclass(frozen=True)
 class MixingModules:
@@ -31,10 +39,14 @@ class MixingModules:
     Args:
         names: Modules that must compute one document at a time.
         problem: Reason why documents cannot be separated; None if they can.
+        typed: Reason why documents with types of tokens cannot be separated; None if they can.
+        typed_text: Whether the reason holds for text, too, of which all types are 0.
     """
 
     names: tuple[str, ...]
     problem: str | None = None
+    typed: str | None = None
+    typed_text: bool = False
 
 
 def find_mixing_modules(model: nn.Module, separate: Callable[[nn.Module, tuple[str, ...]], None]) -> MixingModules:
@@ -81,6 +93,25 @@ def find_mixing_modules(model: nn.Module, separate: Callable[[nn.Module, tuple[s
                     f"{who} of {kind} reads across the documents of a packed row, and neither it nor a module around "
                     f"it can compute one document at a time; {ADVICE}",
                 )
+        return _with_types(model, separate, names)
+
+
+def _with_types(
+    model: nn.Module, separate: Callable[[nn.Module, tuple[str, ...]], None], names: tuple[str, ...]
+) -> MixingModules:
+    """Return modules that compute one document at a time, and whether types of tokens still mix documents."""
+    takes, kind = signature(unwrap(type(model).forward)).parameters, type(model).__name__
+    keys = [name for name in TYPES if name in takes]
+    for image in (0, 1) if keys else ():
+        try:
+            mixes = _run(model, separate, names, dict.fromkeys(keys, image)).difference > TOLERANCE
+            reason = "derives from it which later tokens a token attends to, and reads those of other documents"
+        except Exception as error:  # code of any family
+            mixes, reason = True, f"fails on tokens of type {image} ({type(error).__name__}: {error})"
+        if mixes:
+            advice = f"{ADVICE}, or pack only documents without images{'' if image else f' and without {keys[0]}'}"
+            problem = f"the batch has packed rows and {keys[0]}: {kind} {reason}; {advice}"
+            return MixingModules(names, typed=problem, typed_text=not image)
     return MixingModules(names)
 
 
@@ -114,9 +145,19 @@ def _with_kind_of(model: nn.Module, name: str, names: tuple[str, ...]) -> tuple[
 
 
 def _run(
-    model: nn.Module, separate: Callable[[nn.Module, tuple[str, ...]], None], names: tuple[str, ...]
+    model: nn.Module,
+    separate: Callable[[nn.Module, tuple[str, ...]], None],
+    names: tuple[str, ...],
+    images: Mapping[str, int] = MappingProxyType({}),
 ) -> _PackedResult:
-    """Run a small copy of a model on packed rows, of which some modules compute one document at a time."""
+    """Run a small copy of a model on packed rows, of which some modules compute one document at a time.
+
+    Args:
+        model: The model.
+        separate: See `find_mixing_modules`.
+        names: Names of these modules.
+        images: Type of the tokens of images by keyword, see `TYPES`.
+    """
     copied: Any = stand_in(model, _draw)
     if getattr(copied.config, "_attn_implementation", "eager") not in {"eager", "sdpa"}:
         copied.set_attn_implementation("eager")  # the others do not run on a CPU
@@ -156,7 +197,11 @@ def _run(
     # Rows AB, A'B and BA: B must be alike in all, whatever lies before it.
     ab, ba = [*range(first), *range(second)], [*range(second), *range(first)]
     ids = torch.full(shape, 3 % copied.get_input_embeddings().num_embeddings)
-    output = copied(input_ids=ids, position_ids=torch.tensor([ab, ab, ba]))
+    # Each document has two images. One in A is at the border to B, and one in B at the border to A.
+    a, b = (torch.arange(length) * 4 // length % 2 for length in (first, second))
+    has_image = torch.stack([torch.cat([a, 1 - b]), torch.cat([0 * a, 1 - b]), torch.cat([1 - b, a])])
+    types = {name: has_image * image for name, image in images.items()}
+    output = copied(input_ids=ids, position_ids=torch.tensor([ab, ab, ba]), **types)
     result = next(_of_tokens(output, shape))
     scale = float(result[0].abs().amax())
     behind = float((result[0, first:] - result[2, :second]).abs().amax())
