@@ -1,7 +1,6 @@
 """Every underscore name of torch that is used, by itself: this file fails first when a new torch breaks something."""
 
 from collections import OrderedDict
-from datetime import timedelta
 
 import pytest
 import torch
@@ -97,6 +96,3 @@ def test_every_one_does_what_it_is_used_for():
     optimizer.step()
     assert heard == ["before", "at last", "first", "last", False]
     assert dist.get_world_size() == 1
-    apart = dist.new_group([0], timedelta(seconds=7))
-    assert private.timeout_of(apart) == timedelta(seconds=7)
-    assert private.default_store().add("par_zero/test", 2) == 2

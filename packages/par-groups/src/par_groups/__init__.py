@@ -25,7 +25,7 @@ from .topology.topology import Axes, Topology
 
 if TYPE_CHECKING:
     from ._bytes import bytes_of
-    from ._torch_private import is_called_by_state_dict_of_dcp, is_compiled
+    from ._torch_private import default_store, is_called_by_state_dict_of_dcp, is_compiled, timeout_of
     from .elastic.keeper import keep
     from .elastic.members import Members
     from .live.agreement import agree, check_alike, together
@@ -151,6 +151,7 @@ __all__ = [
     "copy_to_host",
     "cut",
     "data_axes",
+    "default_store",
     "digest_of",
     "draws_numbers",
     "drop_reads_",
@@ -205,6 +206,7 @@ __all__ = [
     "state_slots",
     "subtract_rectangle",
     "sync_to_disk",
+    "timeout_of",
     "to_dtensor",
     "together",
     "tree",
@@ -232,7 +234,7 @@ _MODULE_OF = {
         "live.process_groups": ("ProcessGroups",),
         "live.recorder": ("FlightRecorder",),
         "_bytes": ("bytes_of",),
-        "_torch_private": ("is_called_by_state_dict_of_dcp", "is_compiled"),
+        "_torch_private": ("default_store", "is_called_by_state_dict_of_dcp", "is_compiled", "timeout_of"),
         "live.trace": (
             *("Communicator", "Operation", "call_sites", "is_library_path"),
             *("read_flight_trace", "shorten_path"),

@@ -18,9 +18,9 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from par_groups import CallWatch, backend_of, copy_to_device, copy_to_host, group_among
+from par_groups import CallWatch, backend_of, copy_to_device, copy_to_host, group_among, timeout_of
 
-from ._torch_private import abort_group, timeout_of
+from ._torch_private import abort_group
 from .layout.buffers import Buffers
 from .layout.sharers import DataParallelGroup, Groups
 from .watch.calls import ModuleCalls
@@ -46,7 +46,8 @@ def same_ranks(group: dist.ProcessGroup, use: str) -> dist.ProcessGroup:
     # A group of one rank never communicates, so it needs no second communicator.
     if len(ranks) == 1:
         return group
-    return group_among(ranks, timeout_of(group), str(dist.get_backend_config(group)), f"par_zero {use}")
+    backend = str(dist.get_backend_config(group))
+    return group_among(ranks, timeout_of(group, torch.device(backend.partition(":")[0])), backend, f"par_zero {use}")
 
 
 # References are weak, so that another module can use the groups of a module that was deleted.

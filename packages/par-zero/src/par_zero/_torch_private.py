@@ -308,25 +308,6 @@ def is_within_step(optimizer: Optimizer) -> bool:
     return calls > 1
 
 
-def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Return the timeout of a group's collectives.
-
-    `_get_backend` and its `options._timeout` exist since torch 2.0. The default of `new_group` is torch's own timeout
-    instead of the default group's.
-    """
-    device = torch.device(next(iter(str(dist.get_backend_config(group)).split(":"))))
-    timeout: timedelta = group._get_backend(device).options._timeout
-    return timeout
-
-
-def default_store() -> Any:
-    """Return the key-value store of the default process group's rendezvous.
-
-    `_get_default_store` exists since torch 1.8. torch has no public function that returns this store.
-    """
-    return dist.distributed_c10d._get_default_store()
-
-
 def abort_group(group: dist.ProcessGroup) -> None:
     """Let all collectives of a communicator fail, on this rank and soon on its other ranks.
 

@@ -13,13 +13,13 @@ from par_groups import (
     agree,
     attributes,
     cut,
+    default_store,
     set_gradient_elsewhere,
     set_segments,
     set_sharding,
     whole,
 )
 
-from .._torch_private import default_store
 from .chunk import Chunk
 from .sharers import Groups
 
