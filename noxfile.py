@@ -107,8 +107,7 @@ def hosts(session: nox.Session) -> None:
 def qlora(session: nox.Session) -> None:
     """Adapters on weights that bitsandbytes packs. A minute.
 
-    No other session has bitsandbytes. peft imports it, and its import calls torch.compile, after which par-zero waits
-    for parameters at the end of a step.
+    No other session has bitsandbytes, which peft imports and whose import calls torch.compile.
     """
     install_workspace(session, "test", "integration", "quantized")
     run_pytest(

@@ -233,23 +233,119 @@ def test_who_reads_past_torchs_functions_is_named(stage):
     reset(module)
 
 
-@for_each(stage_when=((1, "before a step"), (2, "after a step")))
+class Calling(Within):
+    """Passes a weight to a compiled function, which no search of its modules finds."""
+
+    def __init__(self):
+        super().__init__()
+        self.scaled = torch.compile(nn.functional.linear, backend="eager", fullgraph=True)
+
+    def forward(self, x):
+        return super().forward(self.scaled(x, self.inner.weight))
+
+
+def compiled_whole(module):
+    return torch.compile(module, backend="eager", fullgraph=True)
+
+
+def compiled_in_place(module):
+    module.compile(backend="eager", fullgraph=True)
+    return module
+
+
+def compiled_around(module):
+    # The hooks of a sharded module break the graph.
+    return torch.compile(lambda x: module(x.clone()), backend="eager")
+
+
+class Own(nn.Linear):
+    """A class of its own: torch.compile skips the forward of torch's linear if it is compiled in place."""
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+def compiled_part(module):
+    module.last.__class__ = Own
+    module.last.compile(backend="eager", fullgraph=True)
+    return module
+
+
+def compiled_forward(module):
+    module.forward = torch.compile(module.forward, backend="eager", fullgraph=True)
+    return module
+
+
+def as_it_is(module):
+    return module
+
+
+COMPILED = {
+    "whole": (Within, compiled_whole),
+    "in place": (Within, compiled_in_place),
+    "a function around": (Within, compiled_around),
+    "a part": (Within, compiled_part),
+    "its forward": (Within, compiled_forward),
+    "a function within": (Calling, as_it_is),
+}
+WHEN = ("before shard", "before shard, and called", "before a step", "after a step")
+
+
+def trained(stage, make, compiles, when):
+    """Return the parameters after some steps, and how many parameters were late after each."""
+    torch.compiler.reset()
+    module, late = make(), []
+    run = compiles(module) if when.startswith("before shard") else module
+    if "called" in when:
+        for step in (0, 1):
+            loss_of(run, batch(step, width=8)).backward()
+        module.zero_grad()
+    optimizer = adamw(module.parameters())
+    shard(module, optimizer, stage=stage, group=dist.group.WORLD, overlap={"bucket": 300})
+    run = compiles(module) if when == "before a step" else run
+    for step in range(4):
+        if step == 1 and when == "after a step":
+            run = compiles(module)
+        train(run, optimizer, [[batch(step, width=8)]])
+        late.append(len(on_their_way(module)))
+    return copies(module), late
+
+
+@functools.cache
+def uncompiled(make):
+    return trained(0, make, as_it_is, "before shard")[0]
+
+
+# The tracer reads the gradients of all inputs, also of those that have none.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@for_each(case=COMPILED, when=WHEN)
+@pytest.mark.ranks(2, backend="strict", timeout=240)
+def test_compiled_code_that_reads_parameters_ends_late_arrivals(case, when):
+    make, compiles = COMPILED[case]
+    found, late = trained(2 if when == "after a step" else 1, make, compiles, when)
+    # A step that is taken before anything was compiled may be late, and so may the one before an older graph is used.
+    assert late[1:] == [0, 0, 0]
+    assert_same(found, uncompiled(make))
+
+
+@for_each(stage=LATE, called=("never", "before shard", "in a step"))
 @pytest.mark.ranks(2, backend="strict")
-def test_where_anything_is_compiled_a_step_waits(stage_when):
-    stage, when = stage_when
+def test_unrelated_compiled_function_leaves_arrivals_late(stage, called):
+    torch.compiler.reset()
+    unrelated = torch.compile(lambda x: x + 1, backend="eager")  # as a package does on import
     results = []
     for each in (0, stage):
+        if called == "before shard":
+            unrelated(torch.ones(2))
         module = Within()
         optimizer = adamw(module.parameters())
         shard(module, optimizer, stage=each, group=dist.group.WORLD, overlap={"bucket": 300})
-        if when == "after a step":
-            train(module, optimizer, [[batch(0, width=8)]])
-        run = torch.compile(module, backend="eager", fullgraph=True) if each else module
-        for step in (1, 2):
-            train(run, optimizer, [[batch(step, width=8)]])
-            assert on_their_way(module) == []
+        if called == "in a step":  # as Muon does with gradients
+            optimizer.register_step_post_hook(lambda *_: [unrelated(torch.ones(2)), None][1])
+        for step in range(3):
+            train(module, optimizer, [[batch(step, width=8)]])
+            assert len(on_their_way(module)) == (len(list(module.parameters())) if each else 0)
         results.append(copies(module))
-        torch.compiler.reset()
     assert_same(*results)
 
 

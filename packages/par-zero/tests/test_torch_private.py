@@ -22,7 +22,7 @@ def test_every_one_does_what_it_is_used_for():
     notes = []
 
     def hook(_):
-        notes.append(private.is_in_backward())
+        notes.append(private.current_pass() != -1)
         private.call_at_end_of_backward(lambda: notes.append("end"))
 
     y = x * 2
@@ -30,7 +30,7 @@ def test_every_one_does_what_it_is_used_for():
     x.register_post_accumulate_grad_hook(lambda _: notes.append("gradient"))
     y.sum().backward()
     assert notes == [True, "gradient", "end"]
-    assert not private.is_in_backward()
+    assert private.current_pass() == -1
 
     asked, unasked, told = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True), []
     for run in (torch.Tensor.backward, lambda total: torch.autograd.grad(total, asked)):
@@ -54,10 +54,24 @@ def test_every_one_does_what_it_is_used_for():
         assert sent.numel() == 2
 
     torch.compiler.reset()
-    torch.compiler.disable(hook)
-    assert not private.has_compiled()
-    torch.compile(hook, backend="eager")
-    assert private.has_compiled()
+
+    class Compiles:
+        number = 0
+
+        def count(self):
+            self.number += 1
+
+    compiles = Compiles()
+    for _ in range(2):
+        private.call_before_compiles(compiles.count)
+    doubled = torch.compile(lambda x: x * 2, backend="eager")
+    assert compiles.number == 0
+    doubled(one)
+    doubled(one)
+    assert compiles.number == 1
+    calls = len(torch._dynamo.callback_handler.start_callbacks)
+    del compiles
+    assert len(torch._dynamo.callback_handler.start_callbacks) == calls - 1
     module = nn.Linear(2, 2)
     assert not is_compiled(module)
     found = []
@@ -69,8 +83,6 @@ def test_every_one_does_what_it_is_used_for():
     assert is_compiled(module)
     module(one[:2])
     assert found == [False, True]
-    torch.compiler.reset()
-    assert not private.has_compiled()
 
     assert private.tree_leaves(OrderedDict(a=[one, 3])) == [one, 3]
     assert private.tree_leaves(notes) == notes

@@ -13,10 +13,19 @@ calls. Gradient norms, checkpoints and weight averages read parameters outside o
 therefore waits: torch passes every operation on it to the `__torch_function__` of its class. The first operation that
 reads its values waits for the chunk, and the parameters of the chunk become ordinary parameters again.
 
-Code that reads memory without torch's functions cannot wait: compiled code, captured graphs and extensions. If anything
-was compiled, a step waits for its all-gathers at once. It also waits over gloo, whose threads would slow down the
-computation. Captured graphs and extensions are detected when the gradient of an arriving parameter arrives, before the
-optimizer uses it.
+Code that reads memory without torch's functions cannot wait: compiled code, captured graphs and extensions. If compiled
+code may read the parameters, a step waits for its all-gathers at once. It also waits over gloo, whose threads would
+slow down the computation. Captured graphs and extensions are detected when the gradient of an arriving parameter
+arrives, before the optimizer uses it.
+
+Compiled functions elsewhere in the process do not matter, such as those of an imported package, of a data loader or of
+an optimizer's step. Code counts as a reader if
+
+- `shard` finds a compiled module,
+- torch.compile compiles the frames around a call of the module, or
+- torch.compile begins to compile anything between the first forward after a step and the next step, or while parameters
+  arrive. An older graph that meets an arriving parameter is compiled again, since torch.compile guards on its class.
+  Before it is traced, the parameters arrive and have their own classes again.
 """
 
 import sys
@@ -30,10 +39,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_groups import WatchedParameter, WatchedWeight
+from par_groups import WatchedParameter, WatchedWeight, is_compiled
 
 from ._collectives import Handle, all_gather, is_gloo
-from ._torch_private import READS_NO_VALUES, has_compiled, without_torch_functions
+from ._torch_private import READS_NO_VALUES, call_before_compiles, compiles_frames, without_torch_functions
 from .layout.chunk import Chunk
 from .reduce.reducer import Reducer
 
@@ -147,13 +156,18 @@ class Arrivals:
     """The parameters that arrive after a step, at stages 0 to 2.
 
     Args:
+        module: Sharded module.
         chunks: Trained chunks.
         reducer: Reducer, whose order is equal on all ranks. It raises if code reads a chunk without torch's functions.
         wait_for_step: Function that waits for a late step of some chunks on this rank. None: no step is late.
+
+    Attributes:
+        in_use: Whether a frame that is compiled now may read parameters.
     """
 
     def __init__(
         self,
+        module: nn.Module,
         chunks: Sequence[Chunk],
         reducer: Reducer,
         wait_for_step: Callable[[Sequence[Chunk]], None] | None = None,
@@ -163,17 +177,15 @@ class Arrivals:
         self._handles: dict[Chunk, Handle] = {}  # of delayed chunks whose all-gathers have begun
         self._beginning = Lock()  # threads that read several chunks must begin the all-gathers in one order
         self._arrivals: dict[int, Arrival] = {}
+        self.in_use = False
+        # Graphs are usually made in the first forward, before any step is late.
+        call_before_compiles(self._before_compile)
         by_gloo = any(is_gloo(chunk.flat, chunk.groups.shards) for chunk in chunks)
         cut = any(dist.get_world_size(chunk.groups.shards) > 1 for chunk in chunks)
-        if (cut and not by_gloo) or wait_for_step is not None:
+        if ((cut and not by_gloo) or wait_for_step is not None) and not any(map(is_compiled, module.modules())):
             # Another subclass has operations of its own, which it would lose with its class while it is in flight.
             ordinary = [c for c in chunks if all(type(member.parameter) in _ORDINARY for member in c.members)]
             self._arrivals = {chunk.number: Arrival(chunk, reducer.arriving) for chunk in ordinary}
-
-    @property
-    def late(self) -> bool:
-        """Whether a step may return while its all-gathers are in flight."""
-        return bool(self._arrivals)
 
     def begin(self, chunks: Sequence[Chunk]) -> None:
         """Begin the all-gathers of chunks, and wait for the chunks whose parameters cannot wait on first use.
@@ -181,7 +193,8 @@ class Arrivals:
         Args:
             chunks: Chunks that an optimizer has updated.
         """
-        arrivals = {} if has_compiled() else self._arrivals
+        call_before_compiles(self._before_compile)
+        self.in_use = True
         updated = {chunk.number: chunk for chunk in chunks}
         handles: list[Handle] = []
         for chunk in [updated[number] for number in reversed(self._reducer.order.numbers) if number in updated]:
@@ -190,8 +203,8 @@ class Arrivals:
             else:
                 self._delayed.append(chunk)
                 handle = Handle([], partial(self._wait_for_delayed, chunk))
-            if chunk.number in arrivals:
-                arrivals[chunk.number].begin(handle)
+            if chunk.number in self._arrivals:
+                self._arrivals[chunk.number].begin(handle)
             else:
                 handles.append(handle)
         for handle in handles:
@@ -219,10 +232,23 @@ class Arrivals:
 
     def wait(self, chunks: Sequence[Chunk]) -> None:
         """Wait until the parameters of some chunks have arrived."""
-        if self._arriving:
-            for chunk in chunks:
-                if chunk.number in self._arriving:
-                    self._arrivals[chunk.number].wait()
+        for chunk in chunks if self._arriving else ():
+            if chunk.number in self._arriving:
+                self._arrivals[chunk.number].wait()
+
+    def _before_compile(self) -> None:
+        """Let all later steps wait for their all-gathers, if the code that is compiled now may read parameters."""
+        if self.in_use:
+            for arrival in self._arrivals.values():
+                arrival.wait()
+            self._arrivals = {}
+
+
+def before_forward(arrivals: Arrivals, *_: Any) -> None:
+    """Let no parameter arrive within a compiled forward. Register it under `skip_frame`."""
+    arrivals.in_use = True
+    if arrivals._arrivals and callable(compiles_frames()):
+        torch.compiler.disable(arrivals._before_compile)()
 
 
 def _gather(chunk: Chunk) -> Handle:

@@ -98,8 +98,7 @@ class PeakMemory:
 
     def assign(self, updated: UpdatedSlices, offload: Offload) -> list[tuple[ChunkPlan, ChunkTiers]]:
         """Return each chunk with its tiers."""
-        tiers = assign_tiers(self._model, updated, self._slots, offload)
-        return list(zip(self._model.chunks, tiers, strict=True))
+        return list(zip(self._model.chunks, assign_tiers(self._model, updated, self._slots, offload), strict=True))
 
     def _resident(self, chunks: Sequence[tuple[ChunkPlan, ChunkTiers]]) -> dict[str, dict[str, int]]:
         found = {tier: dict.fromkeys(("parameters", GRADIENTS, "optimizer"), 0) for tier in TIERS}

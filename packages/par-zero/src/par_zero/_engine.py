@@ -11,9 +11,11 @@ from torch.optim import Optimizer
 
 from par_groups import follow_written_, on_settle, on_written
 
+from ._arrive import before_forward
 from ._gather import Gatherer
 from ._stage import ZeroStage
 from ._step_hooks import StepHooks, override_
+from ._torch_private import skip_frame
 from ._unit import Unit
 from .checks.module import ENGINE, mark_packed
 from .layout.chunk import Chunk
@@ -129,8 +131,8 @@ class Engine:
                 item.register_forward_pre_hook(torch.compiler.disable(self._hooks.publish_seen), prepend=True)
             if tier is not None and tier.is_in_backward:
                 item.register_forward_pre_hook(torch.compiler.disable(tier.refuse_forward))
-            if self._hooks.arrivals is not None and self._hooks.arrivals.late:
-                item.register_forward_pre_hook(torch.compiler.disable(self._hooks.wait_if_compiled))
+            if self._hooks.arrivals is not None:
+                item.register_forward_pre_hook(partial(skip_frame(before_forward), self._hooks.arrivals))
         # This comes after the items, because the module may be an item itself.
         override_(module, zero_grad=self._hooks.zero_grad)
 

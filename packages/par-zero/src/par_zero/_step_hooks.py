@@ -19,7 +19,6 @@ from ._torch_private import (
     call_first_after_step,
     call_last_after_step,
     call_last_before_step,
-    has_compiled,
     is_within_step,
     without_torch_functions,
 )
@@ -111,7 +110,7 @@ class StepHooks:
         self.arrivals: Arrivals | None = None
         wait_for_step = None if self.disk_tier is None or not is_late else self.disk_tier.wait_for
         if not stage.shards_parameters and (stage.shards_state or wait_for_step is not None):
-            self.arrivals = Arrivals(self._trained, reducer, wait_for_step)
+            self.arrivals = Arrivals(module, self._trained, reducer, wait_for_step)
             reducer.hooks.at_start.append(self.arrivals.begin_delayed)
 
     def _hook(self, stepped: SteppedOptimizer, *, in_pieces: bool) -> None:
@@ -175,11 +174,6 @@ class StepHooks:
         """
         if self.arrivals is not None:
             self.arrivals.wait(self._trained if chunks is None else chunks)
-
-    def wait_if_compiled(self, *_: Any) -> None:
-        """Wait for parameters if torch.compile was used since the latest step: compiled code cannot wait."""
-        if has_compiled():
-            self.wait_for_parameters()
 
     def settle(self) -> None:
         """End all steps in progress, because a caller reads or writes what they step."""
@@ -261,6 +255,9 @@ class StepHooks:
             self._gatherer.check_step()
         self._sharers.calls.note(STEP)
         self.wait_for_parameters(chunks)
+        # A step compiles code that reads gradients and state, such as Muon's, and no parameters in flight.
+        if self.arrivals is not None:
+            self.arrivals.in_use = False
         self._follow_module_writes(stepped)
         stepped.watch.end()
         if self.disk_tier is not None:

@@ -240,8 +240,7 @@ def least_in_words(tier: str, given: int, parts: Mapping[str, int]) -> str:
         parts: Bytes that the tier must hold, by kind.
     """
     total = format_bytes(sum(parts.values()))
-    unit = total.split()[1]
-    factor = parse_size(f"1{unit}")
+    factor = parse_size(f"1{total.split()[1]}")
     sizes = {name: f"{size / factor:.{int(factor > 1)}f}" for name, size in parts.items()}
     said = ", ".join(f"{name} {size}" for name, size in sizes.items() if float(size))
     return f"the budget of the {tier} is {format_bytes(given)}, and {total} are the least: {said}"

@@ -5,13 +5,14 @@ would cost measurable time in a step.
 """
 
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from importlib import import_module
 from operator import attrgetter
+from traceback import walk_stack
 from typing import Any, TypeVar
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -41,15 +42,6 @@ _WITH_HOOKS = Optimizer.profile_hook_step(Optimizer.step).__code__
 """Code object of every `step` that calls hooks."""
 
 
-def is_in_backward() -> bool:
-    """Return whether autograd runs a backward pass on this thread.
-
-    `torch._C._current_graph_task_id` exists since torch 2.0. No public function distinguishes a pass that has failed
-    from a pass that is still under way.
-    """
-    return torch._C._current_graph_task_id() != -1
-
-
 def will_get_gradient(parameter: torch.Tensor, *, if_unknown: bool = False) -> bool:
     """Return whether the backward pass under way will leave a gradient in a parameter. Call it in a hook of that pass.
 
@@ -74,7 +66,10 @@ def will_get_gradient(parameter: torch.Tensor, *, if_unknown: bool = False) -> b
 
 
 current_pass: Callable[[], int] = torch._C._current_graph_task_id
-"""Return the number of this thread's innermost backward pass; -1 outside of any. In torch 2.11 to 2.13."""
+"""Return the number of this thread's innermost backward pass; -1 outside of any. In torch 2.11 to 2.13.
+
+No public function distinguishes a pass that has failed from a pass that is still under way.
+"""
 
 
 def is_in_torch_func() -> bool:
@@ -153,22 +148,28 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
-_VERSION = attrgetter("_version")
-
-
 def versions_of(tensors: Iterable[torch.Tensor]) -> int:
     """Return the sum of the tensors' `version_of`, without a Python call for each."""
-    return sum(map(_VERSION, tensors))
+    return sum(map(attrgetter("_version"), tensors))
 
 
-def has_compiled() -> bool:
-    """Return whether torch.compile got anything in this process since the last `torch.compiler.reset`.
+class _WeakCall(WeakMethod[Callable[[], None]]):
+    """A call of a method that does not keep the method's object alive."""
 
-    `torch._dynamo.eval_frame.cached_backends` exists since torch 2.0. No public function returns this.
+    def __call__(self, *_: Any) -> None:
+        if (method := super().__call__()) is not None:
+            method()
+
+
+def call_before_compiles(method: Callable[[], None]) -> None:
+    """Let torch.compile call a method before it compiles a frame, until the method's object is dropped.
+
+    `torch._dynamo.callback_handler` exists since torch 2.3. No public function does this. `torch.compiler.reset` drops
+    the call, so register it again from time to time: a call that is registered already is not registered twice.
     """
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    # The value None stands for a backend that compiles nothing.
-    return dynamo is not None and any(map(callable, dynamo.cached_backends.values()))
+    calls = import_module("torch._dynamo").callback_handler.start_callbacks
+    if (call := _WeakCall(method, lambda gone: gone in calls and calls.remove(gone))) not in calls:
+        calls.append(call)
 
 
 compiles_frames: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
@@ -301,11 +302,8 @@ def is_within_step(optimizer: Optimizer) -> bool:
     the calls.
     """
     # Hooks get no information about their caller. Only the call stack shows whether two steps are under way.
-    frame, calls = inspect.currentframe(), 0
-    while frame is not None:
-        calls += frame.f_code is _WITH_HOOKS and frame.f_locals.get("self") is optimizer
-        frame = frame.f_back
-    return calls > 1
+    frames = (frame for frame, _ in walk_stack(inspect.currentframe()))
+    return sum(frame.f_code is _WITH_HOOKS and frame.f_locals.get("self") is optimizer for frame in frames) > 1
 
 
 def abort_group(group: dist.ProcessGroup) -> None:

@@ -52,9 +52,8 @@ def make_rest_alike_(
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is dense, real and of no subclass, which may have more data than its bytes."""
-    return type(tensor) in (torch.Tensor, nn.Parameter) and not (
-        tensor.is_meta or tensor.is_sparse or tensor.is_quantized
-    )
+    is_dense = not (tensor.is_meta or tensor.is_sparse or tensor.is_quantized)
+    return is_dense and type(tensor) in (torch.Tensor, nn.Parameter)
 
 
 def _in_common(tensors: dict[str, torch.Tensor], share: DataParallelGroup) -> list[str]:

@@ -13,6 +13,7 @@ loaded checkpoint writes shards, for example.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -86,12 +87,8 @@ class Assembly:
     @property
     def wholes(self) -> list[tuple[int, nn.Parameter]]:
         """Tensors that this rank steps, each with the number of its param group."""
-        return [(one.chunk.members[one.member].group, one.whole) for one in self._all if one.whole is not None]
-
-    @property
-    def _all(self) -> Iterator[Assembled]:
-        for kind in self._kinds:
-            yield from kind
+        parts = chain(*self._kinds)
+        return [(one.chunk.members[one.member].group, one.whole) for one in parts if one.whole is not None]
 
     @torch.no_grad()
     def take_gradients(self, gradients: Sequence[ChunkGradients], *, reduced: bool) -> None:

@@ -55,9 +55,8 @@ def rewire_(
         by_group[number].append(tensor)
     for number, group in enumerate(optimizer.param_groups):
         order = {parameter: place for place, parameter in enumerate(group["params"])}
-        held = by_group[first + number]
         # Full tensors stay in the user's order, because an optimizer may draw numbers or add up a norm in this order.
-        group["params"] = sorted(held, key=lambda tensor: order.get(whole_of.get(tensor), -1))
+        group["params"] = sorted(by_group[first + number], key=lambda tensor: order.get(whole_of.get(tensor), -1))
         # These names described parameters. The sharding metadata of the slices contains the names now.
         group.pop("param_names", None)
 

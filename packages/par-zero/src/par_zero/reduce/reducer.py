@@ -34,7 +34,7 @@ import torch.distributed as dist
 from par_groups import agree
 
 from .._collectives import Flags, largest_of, same_ranks
-from .._torch_private import call_at_end_of_backward, current_pass, is_in_backward
+from .._torch_private import call_at_end_of_backward, current_pass
 from ..layout.buffers import Buffers
 from ..layout.chunk import Chunk
 from ..layout.gradients import ChunkGradients
@@ -140,7 +140,7 @@ class Reducer:
     @property
     def failed(self) -> bool:
         """Whether a pass has begun and failed: it has not ended, and no backward is in progress."""
-        return self._pass.is_running and not is_in_backward()
+        return self._pass.is_running and current_pass() == -1
 
     def begin_all(self, groups: Iterable[dist.ProcessGroup]) -> None:
         """Begin the reductions that other ranks have begun, and wait for all of them, because the pass has failed.
@@ -252,7 +252,7 @@ class Reducer:
                 # Without a program, a chunk that holds back no complete chunk can wait. In the first pass the order is
                 # a guess, and gradients may still turn out to arrive from nested passes.
                 asks = self._programmed or (
-                    len(current.taken) > len(current.begun) and self.order.learned.is_agreed and is_in_backward()
+                    len(current.taken) > len(current.begun) and self.order.learned.is_agreed and current_pass() != -1
                 )
                 if self.expected.awaits(current, number, asks=asks, if_unknown=not self._programmed):
                     break
