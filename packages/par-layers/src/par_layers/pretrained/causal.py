@@ -154,11 +154,12 @@ class CausalModel:
         text = self._model.config.get_text_config()
         self._may_cache = "use_cache" in names or (takes_any and hasattr(text, "use_cache"))
 
-    def fed(self, batch: Mapping[str, Any]) -> tuple[tuple[Tensor], dict[str, Any], Tensor]:
+    def fed(self, batch: Mapping[str, Any], *, places: bool = False) -> tuple[tuple[Tensor], dict[str, Any], Tensor]:
         """Convert a batch of a collator into arguments of the model and labels.
 
         Args:
             batch: `input_ids`, [rows, time], perhaps `labels` or `shift_labels`, and other keywords of the forward.
+            places: Whether to add the positions of images, which pipeline stages without token ids need.
 
         Returns:
             Positional arguments and keywords of the forward; and the label of the next token for each token, int64,
@@ -175,7 +176,7 @@ class CausalModel:
         # Here, because every stage of a pipeline gets the batch, and the first one alone calls the model's own forward.
         check_packed_batch(getattr(self._model, FOUND, None), batch)
         keywords = {name: value for name, value in batch.items() if name in self._takes and value is not None}
-        positions = batch.get("position_ids")
+        positions = image_positions(self._model, batch, always=places)
         if self._separates and positions is not None:
             keywords["position_ids"] = positions
         elif isinstance(positions, Tensor) and packed_documents(positions) is not None:
@@ -190,23 +191,20 @@ class CausalModel:
             keywords[TOKENS] = batch[TOKENS]
         return (batch["input_ids"],), keywords, labels
 
-    def images(self, batch: Mapping[str, Any], parts: int, *, places: bool) -> dict[str, list[Any]]:
+    def images(self, batch: Mapping[str, Any], parts: int) -> dict[str, list[Any]]:
         """Split the images of a batch among microbatches.
 
         Args:
             batch: A batch that `fed` accepts.
             parts: Number of microbatches.
-            places: Whether to add the positions of images, which pipeline stages without token ids need.
 
         Returns:
-            Entries of the microbatches by keyword: pixels and their grids, None without images, and positions.
+            Entries of the microbatches by keyword: pixels and their grids, None without images.
 
         Raises:
             ValueError: An image cannot be assigned to rows.
         """
-        split = split_images(self._model.config, batch, parts)
-        positions = image_positions(self._model, batch) if places else None
-        return split if positions is None else {**split, "position_ids": list(positions.tensor_split(parts, dim=1))}
+        return split_images(self._model.config, batch, parts)
 
     def without_gathering(self) -> AbstractContextManager[None]:
         """A context in which a model that is sharded over tensor ranks returns sharded logits, which `loss` takes."""

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
+from ..context.existing.documents import packed_documents
 from ..context.existing.packed_trial import TYPES
 
 _INPUTS = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
@@ -130,22 +132,85 @@ def _sizes_of(config: Any, found: int, pixels: Tensor, grid: Tensor | None) -> l
     return [each] * len(pixels)
 
 
-def image_positions(model: nn.Module, batch: Mapping[str, Any]) -> Tensor | None:
-    """Return the positions of text and images in a batch, [sections, rows, time].
-
-    Pipeline stages without token ids need them. It is None for a model that does not compute positions from the grids
-    of images, and for a batch that has positions already, or no grids.
+def image_positions(model: nn.Module, batch: Mapping[str, Any], *, always: bool) -> Tensor | None:
+    """Return the positions of the text and images of a batch.
 
     Args:
         model: Model of Hugging Face Transformers.
-        batch: The batch.
+        batch: `input_ids`, [rows, time], and the other keys that the processor returned. Its `position_ids`, [rows,
+            time], are positions of text, which restart at each document.
+        always: Whether to compute positions that the model would compute from token ids, which later pipeline stages
+            do not have.
+
+    Returns:
+        Positions of images, [sections, rows, time], or of text and images, [1 + sections, rows, time], if the batch
+        has positions of text. Other `position_ids` are returned as they are. None for a batch without them, unless
+        `always` and the model computes positions from images.
+
+    Raises:
+        ValueError: Positions of images restart, without positions of text, or documents cannot be separated.
     """
-    if batch.get("position_ids") is not None or all(batch.get(grid) is None for _, grid in _INPUTS.values()):
-        return None
+    given: Tensor | None = batch.get("position_ids")
     # The model within a model with a head has the method.
     rope: Any = next((each.get_rope_index for each in model.modules() if hasattr(each, "get_rope_index")), None)
     if rope is None:
-        return None
-    names = [name for name in inspect.signature(rope).parameters if batch.get(name) is not None]
-    positions: Tensor = rope(**{name: batch[name] for name in names})[0]
-    return positions
+        return given
+    types, kind = batch.get(TYPES[0]), type(model).__name__
+    if given is not None and given.dim() == 3:
+        if len(given) == 3 and _restarts(given[0], types):
+            raise ValueError(
+                f"position_ids is {list(given.shape)} and restarts in a row: {kind} separates documents by positions "
+                "of text, which are missing; pass position_ids of the text, [rows, time], or prepend them as the first "
+                "of 4 sections"
+            )
+        return given
+    keys = [name for name in inspect.signature(rope).parameters if batch.get(name) is not None]
+    has_images = any(batch.get(key) is not None for both in _INPUTS.values() for key in both)
+    if not has_images or (given is None and not always):
+        return given
+    arguments = {name: batch[name] for name in keys}
+    if given is None:
+        return _sections(rope, arguments)
+    if types is None or "attention_mask" not in inspect.signature(rope).parameters:
+        raise ValueError(
+            f"position_ids is {list(given.shape)}, and the batch has images: {kind} does not compute the positions of "
+            "images from mm_token_type_ids; pass position_ids of text and images, [4, rows, time]"
+        )
+    ids: Tensor = batch["input_ids"]
+    text = given.expand(ids.shape)
+    documents = packed_documents(text) or ((ids.shape[1],),)
+    lengths = [length for row in documents * (len(ids) // len(documents)) for length in row]
+    # The model counts from 0 in each row, so each document becomes a row. Documents of text have positions already,
+    # and padding may have as many documents as tokens.
+    starts = [0, *accumulate(lengths)]
+    counts = [0, *types.ne(0).flatten().cumsum(0).tolist()]
+    spans = [(a, b) for a, b in pairwise(starts) if counts[b] > counts[a]]
+    if not spans:
+        raise ValueError(f"{TYPES[0]} is 0 for all tokens, and the batch has images: {_RULE}")
+    rows: dict[str, Tensor] = {
+        name: pad_sequence([x.flatten()[a:b] for a, b in spans], batch_first=True)
+        for name, x in (("input_ids", ids), (TYPES[0], types), ("attention_mask", torch.ones_like(ids)))
+    }
+    found = _sections(rope, arguments | rows)
+    positions = text.flatten().expand(1 + len(found), -1).clone()
+    for (start, stop), row in zip(spans, found.unbind(1), strict=True):
+        positions[1:, start:stop] = row[:, : stop - start]
+    return positions.view(-1, *ids.shape)
+
+
+def _sections(rope: Any, arguments: dict[str, Any]) -> Tensor:
+    """Return the positions [sections, rows, time] that a model computes from the grids of images."""
+    try:
+        sections: Tensor = rope(**arguments)[0]
+    except StopIteration:  # which would end the data of a pipeline without an error
+        raise ValueError(f"{TYPES[0]} marks more images or videos than the batch has grids: {_RULE}") from None
+    return sections
+
+
+def _restarts(times: Tensor, types: Tensor | None) -> bool:
+    """Return whether positions in time, [rows, time], begin again; those of an image or video never decrease."""
+    change = times.diff(dim=1)
+    begins = change < 0
+    if types is not None:
+        begins |= (change == 0) & (types[:, 1:] == 0)  # the tokens of an image share a position
+    return bool(begins.any())

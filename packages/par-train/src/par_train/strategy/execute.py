@@ -149,10 +149,11 @@ class Execution:
             TypeError: There is no criterion, and the model or the batch is not of transformers' kind.
         """
         if self._causal is not None and isinstance(batch, Mapping):
-            inputs, keywords, labels = self._causal.fed(batch)
+            is_staged = self._splits_by_rows and self._schedule.stages > 1
+            inputs, keywords, labels = self._causal.fed(batch, places=is_staged)
             if self._splits_by_rows:
                 # Images have no rows: each microbatch gets those whose placeholders are in its rows.
-                split = self._causal.images(batch, microbatches, places=self._schedule.stages > 1)
+                split = self._causal.images(batch, microbatches)
                 images = {name: Microbatches(parts) for name, parts in split.items()}
                 others = {name: value for name, value in keywords.items() if name not in images}
                 keywords = {**split_keywords(others, len(labels), microbatches), **images}
