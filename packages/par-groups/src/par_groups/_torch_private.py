@@ -173,6 +173,14 @@ def _gloo_loops() -> Iterator[tuple[int, dict[int, int]]]:
                 yield listening[0], connected
 
 
+def is_message(work: Any) -> bool:
+    """Return whether a work sends to one rank or receives from one, and is no collective.
+
+    `Work._get_op_type` and the numbers of SEND, RECV and RECVANYSOURCE, in torch 2.11 to 2.13.
+    """
+    return work._get_op_type() in (12, 13, 14)
+
+
 def is_connection_error(error: BaseException) -> bool:
     """Return whether an error says that a connection of gloo or of a store has ended; gloo has no class for it."""
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)

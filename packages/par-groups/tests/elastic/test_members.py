@@ -71,6 +71,44 @@ except RuntimeError as error:
     assert 5 < found["waited"] < 30
 
 
+# A collective of small tensors ends with its connections. Of a large one, gloo has a part of a message in its hands.
+@pytest.mark.parametrize("operation", ["broadcast", "all_to_all", "send", "all_reduce"])
+def test_rank_that_dies_within_a_large_message_holds_up_no_other(tmp_path, operation):
+    script = f"""
+import threading
+def rounds(rank, size, tensor):
+    if "{operation}" == "broadcast":
+        dist.broadcast(tensor, 1)
+    elif "{operation}" == "all_reduce":
+        dist.all_reduce(tensor)
+    elif "{operation}" == "all_to_all":
+        dist.all_to_all_single(torch.empty_like(tensor), tensor)
+    else:
+        sent = dist.isend(tensor, (rank + 1) % size)
+        dist.irecv(torch.empty_like(tensor), (rank - 1) % size).wait()
+        sent.wait()
+
+members.form(timeout=300)
+if members.number == 1:
+    threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+begin = time.monotonic()
+try:
+    while True:
+        rounds(members.place, 3, torch.ones(3 << 20))
+except RuntimeError as error:
+    tell(took=time.monotonic() - begin, lost=members.is_broken(error))
+members.form(timeout=300)
+dist.all_reduce(torch.ones(3))
+tell(healed=time.monotonic() - begin)
+"""
+    job = Job(tmp_path, script, "--ranks=3")
+    assert job.end() == [0], job.errors
+    assert [each["lost"] for each in job.told if "took" in each] == [True, True]
+    healed = [each["healed"] for each in job.told if "healed" in each]
+    assert len(healed) == 2
+    assert max(healed) < 30  # far below the timeout of the group
+
+
 @pytest.mark.storm
 def test_fifty_epochs_leave_no_descriptors_threads_or_memory(tmp_path):
     script = """

@@ -8,7 +8,6 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from torch import nn
 from par_checkpoint import load, verify
 from par_data import ShardedDataLoader
 from par_train import Survivors, TrainState
-from par_train.run.survive.garbage import collect_garbage
 from par_train.run.survive.options import lanes_of, mean_of
 from par_train.run.survive.reports import RankReport, RingPlace, is_whole
 
@@ -400,23 +398,6 @@ def test_update_counts_if_its_group_is_gone_after_ready():
     survivors._has_formed = False
     with pytest.raises(TypeError):
         update()
-
-
-def test_a_destructor_that_waits_holds_up_no_step():
-    ended = threading.Event()
-
-    class Group:
-        def __init__(self):
-            self.me = self
-
-        def __del__(self):
-            ended.wait(30)
-
-    Group()
-    begin = time.monotonic()
-    collect_garbage(0.1)
-    assert time.monotonic() - begin < 10  # far below the wait of the destructor
-    ended.set()
 
 
 def test_survivors_without_a_keeper_raise():

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from .._torch_private import (
     end_gloo_connects,
     gloo_sockets,
+    groups_by_name,
     is_connection_error,
     reset_group_names,
     shut_down_sockets,
@@ -22,6 +23,7 @@ from .._torch_private import (
 from ..live.launch import Environment, as_timedelta
 from .link import LINE, KeeperLink
 from .roster import OVER
+from .waits import free_groups, let_waits_end
 
 STORE, PREFIX, NUMBER, SPARE = "PAR_KEEPER_STORE", "PAR_KEEPER_PREFIX", "PAR_KEEPER_NUMBER", "PAR_KEEPER_SPARE"
 """The environment variables with the address of the store, the prefix of its keys, the rank's number, and "1" for a
@@ -73,12 +75,13 @@ class Members:
         self.epoch, self.spares = -1, 0
         self.ranks: tuple[int, ...] = ()
         self._count, self._left = 0, -1
-        self._broken = threading.Event()  # set once a member of the current epoch is lost
+        self._broken = threading.Event()  # set once a member of the current epoch is lost, or this rank has left it
         self._lock = threading.Lock()  # guards the sockets and the epoch against the thread that leaves
         self._of_store: dict[int, int] = {}  # the socket of the current epoch's client of the store
         self._environment: Environment | None = None
         self._store = dist.PrefixStore(self._prefix, self._connect())  # type: ignore[attr-defined]
         self._line = KeeperLink.inherited(int(variables[LINE]))
+        let_waits_end(lambda: None if self._broken.is_set() else self.epoch)
         threading.Thread(target=self._listen, daemon=True, name="members").start()
         atexit.register(self.close)  # ends torch.distributed in the epoch of that time
 
@@ -123,10 +126,11 @@ class Members:
         The groups cannot be used any more.
         """
         with self._lock:
+            self._broken.set()
             self._end_collectives()
 
     def is_broken(self, error: BaseException | None = None) -> bool:
-        """Return whether a member of this epoch is lost.
+        """Return whether a member of this epoch is lost, or this rank has left it.
 
         Args:
             error: An error that a loss would explain. The keeper reports a loss some moments after the connections have
@@ -140,7 +144,9 @@ class Members:
     def close(self) -> None:
         """Leave the current epoch for good and end torch.distributed. A second call does nothing."""
         if self._environment is not None:
+            groups = list(groups_by_name().values())
             self._environment.close()
+            free_groups(groups)
             self._environment = None
 
     def report(self) -> None:

@@ -9,6 +9,7 @@ Under ZeRO 1 to 3 a lost rank takes its shard with it, so each rank also holds t
 `ready`, its gradient travels to the rank that holds the copy. Own shard and copy then take the same step.
 """
 
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import wraps
@@ -26,7 +27,6 @@ from ..._torch_private import import_compiler
 from ...strategy.execute import rows_of
 from ...strategy.options import StrategyOptions
 from ...strategy.strategy import Strategy
-from .garbage import collect_garbage
 from .options import check_options, lanes_of, mean_of, mixed_of, nccl_error
 from .reports import RankReport, RingPlace, is_whole
 
@@ -288,7 +288,7 @@ class Survivors:
         if len(self._shadows) > 1:
             # All ranks have moved to the newest sharding, and the others have the values of the step before.
             del self._shadows[:-1]
-            collect_garbage()
+            gc.collect()
         self._at("updated")
         if self._sums[4] > 0 and not self._has_formed:
             self._shadow_anew()
@@ -424,7 +424,8 @@ class Survivors:
             self._watch_loads(state)
         if old is not None:
             old.close()
-        collect_garbage()
+        # Objects of the old epoch refer to each other, and keep the threads and sockets of its groups.
+        gc.collect()
 
     def _made(self, strategy: Strategy) -> TrainState:
         made = self._build(strategy)

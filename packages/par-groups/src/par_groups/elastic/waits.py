@@ -1,0 +1,134 @@
+"""Waits for gloo that end with the epoch of the group.
+
+When a connection ends, gloo forgets the buffer of which it has sent or received a part, or which it has queued: its
+`Pair::signalException` leaves out `tx_` and `rx_` (torch 2.11 to 2.13). The call of this buffer ends only with its
+timeout. A rank that is lost within a large broadcast, all-to-all or message nearly always leaves such a call behind,
+within a small one seldom. No function of torch ends it, so the wait has to end without it.
+"""
+
+import math
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from functools import wraps
+from typing import Any
+
+import torch.distributed as dist
+
+from .._torch_private import is_message
+
+_LOOK = timedelta(seconds=0.2)
+"""Time between two looks whether the epoch has ended."""
+
+_SHORTEST = timedelta(milliseconds=1)  # a timeout of 0 means none
+
+_WITHOUT_END = timedelta(0)
+
+_OWN_REFERENCES = 3
+"""References of `free_groups` to a group that it looks at: the list, the name, and the argument of `getrefcount`."""
+
+_Wait = Callable[[Any, timedelta], bool]
+
+
+def let_waits_end(epoch: Callable[[], int | None]) -> None:
+    """Let each wait for a collective or a message in this process raise an error once the epoch has ended.
+
+    It replaces `torch.distributed.Work.wait`, because torch's own functions call it. While an epoch lasts, callers see
+    no difference.
+
+    Args:
+        epoch: Function that returns the number of the present epoch; None after its end.
+    """
+    wait, idle = dist.Work.wait, list[_MessageWaiter]()
+
+    @wraps(wait)
+    def wait_for(work: dist.Work, timeout: timedelta = _WITHOUT_END) -> bool:
+        begun = epoch()
+
+        def has_ended() -> bool:
+            return begun is None or epoch() != begun
+
+        if not is_message(work):
+            return _wait_for_collective(wait, work, timeout, has_ended)
+        waiter = idle.pop() if idle else _MessageWaiter(wait)
+        result = waiter.wait_for(work, timeout, has_ended)
+        idle.append(waiter)  # one that is left behind never becomes idle
+        return result
+
+    dist.Work.wait = wait_for  # type: ignore[method-assign]
+
+
+def _wait_for_collective(wait: _Wait, work: dist.Work, timeout: timedelta, has_ended: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + timeout.total_seconds() if timeout else math.inf
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            return wait(work, _LOOK if left > _LOOK.total_seconds() else max(timedelta(seconds=left), _SHORTEST))
+        except RuntimeError:
+            if work.is_completed():
+                return wait(work, timeout)  # it has failed itself, or has ended a moment ago
+            if time.monotonic() >= deadline:
+                raise
+            if has_ended():
+                raise _left_error() from None
+
+
+class _MessageWaiter:
+    """A thread that waits for messages: gloo closes the connections if the wait for one has a timeout that ends.
+
+    Args:
+        wait: torch's function.
+    """
+
+    def __init__(self, wait: _Wait) -> None:
+        self._wait = wait
+        self._asked: queue.SimpleQueue[tuple[dist.Work, timedelta]] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[bool | Exception] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, daemon=True, name="par_groups-messages").start()
+
+    def wait_for(self, work: dist.Work, timeout: timedelta, has_ended: Callable[[], bool]) -> bool:
+        self._asked.put((work, timeout))
+        while True:
+            with suppress(queue.Empty):
+                result = self._results.get(timeout=_LOOK.total_seconds())
+                if isinstance(result, Exception):
+                    raise result
+                return result
+            if has_ended():
+                raise _left_error()
+
+    def _serve(self) -> None:
+        while True:
+            work, timeout = self._asked.get()
+            try:
+                self._results.put(self._wait(work, timeout))
+            except RuntimeError as error:
+                self._results.put(error)
+
+
+def _left_error() -> RuntimeError:
+    return dist.DistNetworkError("a rank is lost, and gloo does not end the call; the epoch has ended")
+
+
+def free_groups(groups: list[dist.ProcessGroup]) -> None:
+    """Release groups in a thread, each one once nobody else refers to it.
+
+    The destructor of a gloo group waits for its calls, so the thread of the program must not be the last one that
+    refers to it.
+
+    Args:
+        groups: The only list of the groups.
+    """
+
+    def free() -> None:
+        pause = 0.1
+        while groups:
+            time.sleep(pause)
+            pause = min(2 * pause, 10)
+            groups[:] = [group for group in groups if sys.getrefcount(group) > _OWN_REFERENCES]
+
+    threading.Thread(target=free, daemon=True, name="par_groups-groups").start()
