@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from par_checkpoint import _torch_private as private
+from par_checkpoint._errors import UnansweredError
 from par_checkpoint.transfer.ranks import Ranks
 from par_testing import storm
 
@@ -155,3 +156,28 @@ def test_a_text_that_cannot_be_encoded_is_raised_on_all_ranks():
         if ranks.rank != knows:  # which has the error itself
             assert r"\udcff" in str(caught.value)
             assert str(caught.value).encode()
+
+
+@pytest.mark.ranks(2)
+def test_no_call_follows_one_that_has_failed(monkeypatch):
+    ranks = Ranks(dist.group.WORLD, timeout=300)
+    begun = []
+
+    class Failed:
+        def wait(self, timeout):
+            raise RuntimeError("Connection closed by peer")
+
+        def is_completed(self):
+            return True
+
+    class Gloo:
+        def allreduce(self, tensors):
+            begun.append(tensors)
+            return Failed()
+
+    monkeypatch.setattr(ranks, "_gloo", Gloo())
+    # Ranks hear of a failure at different calls. Two kinds of calls that match would end the process.
+    for call in (lambda: ranks.total([1, 2, 3]), lambda: ranks.distinct("text"), lambda: ranks.broadcast("text")):
+        with pytest.raises(UnansweredError, match=r"rank of 2 does not answer .Connection closed by peer"):
+            call()
+    assert len(begun) == 1

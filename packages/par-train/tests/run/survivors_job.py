@@ -2,7 +2,8 @@
 
 The argument is JSON: "kills" has lists of number, step and phase; "steps" and "zero" are those of the run;
 "back" has a step before which the run is saved, and one before which this checkpoint is loaded; "tiers" has folders to
-which each step saves in the background; "norm" makes the run one with BatchNorm and an average of weights.
+which each step saves in the background; "norm" makes the run one with BatchNorm and an average of weights; "width" is
+that of the layer in the middle.
 """
 
 import json
@@ -35,12 +36,12 @@ class Counted(nn.Linear):
         return super().forward(given)
 
 
-def objects(dtype=torch.float64, *, norm=False):
+def objects(dtype=torch.float64, *, norm=False, width=13):
     """The objects of the run, the same in each process and epoch."""
     torch.manual_seed(0)
     # Tanh is in front, because a bias in front of BatchNorm has no gradient but rounding, which Adam scales up.
-    middle = nn.Sequential(nn.Tanh(), nn.BatchNorm1d(13)) if norm else nn.Tanh()
-    model = nn.Sequential(Counted(8, 13), middle, nn.Linear(13, 3)).to(dtype)
+    middle = nn.Sequential(nn.Tanh(), nn.BatchNorm1d(width)) if norm else nn.Tanh()
+    model = nn.Sequential(Counted(8, width), middle, nn.Linear(width, 3)).to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     drawn = torch.randn(50, 11, generator=torch.Generator().manual_seed(1), dtype=dtype)
     if norm:  # 36, 18 and 12 rows, of 1, 2 and 3 ranks, have the same mean and variance
@@ -53,7 +54,7 @@ def objects(dtype=torch.float64, *, norm=False):
 def build(strategy):
     # Canonical numerics take fp32 weights.
     dtype = torch.float64 if strategy.options.lanes is None else torch.float32
-    model, optimizer, loader, scheduler = objects(dtype, norm=Mortal.norm)
+    model, optimizer, loader, scheduler = objects(dtype, norm=Mortal.norm, width=Mortal.width)
     return TrainState(model=model, optimizer=optimizer, loader=loader, schedulers=[scheduler])
 
 
@@ -66,6 +67,7 @@ class Mortal(Survivors):
 
     kills: tuple = ()
     norm = False
+    width = 13
     tries = 0
 
     def _at(self, phase):
@@ -109,6 +111,7 @@ def averaged(average, model):
 def main():
     given = json.loads(sys.argv[1])
     Mortal.kills, Mortal.norm = tuple(map(tuple, given.get("kills", ()))), given.get("norm", False)
+    Mortal.width = given.get("width", Mortal.width)
     saves, average = {}, {}
     mortal = Mortal(build, timeout=60, zero=given.get("zero", 0), **given.get("options", {}))
     barrier = dist.barrier

@@ -8,7 +8,6 @@ equal values by sums of digests. If values differ, one rank of each kind broadca
 """
 
 import hashlib
-import logging
 import pickle
 import socket
 import struct
@@ -25,15 +24,13 @@ from crc32c import crc32c
 
 from par_groups import bytes_of
 
-from .._errors import CheckpointError, UnansweredError
+from .._errors import CheckpointError
 from .._torch_private import all_gather_into, gloo_among, gloo_of, set_timeout_of
 from .errors import PortableError, attempt
-from .roll import Roll, named_ranks
+from .roll import Roll
 from .workers import Workers
 
 Value = TypeVar("Value")
-
-_logger = logging.getLogger(__name__)
 
 _HEAD = struct.Struct("<qII")
 _ROOM = 1008  # bytes of a broadcast message that are sent together with its head
@@ -94,6 +91,7 @@ class Ranks:
         self._machines: list[tuple[Sequence[int], str]] | None = None  # by number: its ranks, and its name
         self._met = set(range(self.size))  # the ranks that this one is connected with
         self._gloo: Any = None
+        self._failure: CheckpointError | None = None  # of the first call of gloo that failed
         self._name, self._in_background = "", in_background
         if group is not None and self.size > 1:
             self._roll = roll or Roll.of(group)
@@ -176,20 +174,20 @@ class Ranks:
         """
         if isinstance(error, CheckpointError):
             return error
-        seconds = f"{self._timeout.total_seconds():g}"
-        absent = [] if self._in_background else self._roll.absent()
-        if absent:
-            has = "has" if len(absent) == 1 else "have"
-            return UnansweredError(
-                f"timeout={seconds}: {self._roll.call} waits for all {self.size} ranks of its group, and "
-                f"{named_ranks(absent)} {has} not called it; remove the `if rank == 0` around it, or what keeps a rank "
-                "from it, or pass a group of the ranks that call it"
-            )
-        where = "a save in the background" if self._in_background else f"{self._roll.call}, to which all ranks came"
-        return UnansweredError(
-            f"timeout={seconds}: in {where}, a rank of {self.size} does not answer ({error!s:.200}); look at the "
-            "logs of the other ranks and restart the run, or pass a larger timeout"
-        )
+        lost = self._roll.unanswered(error, self._timeout, in_background=self._in_background)
+        if isinstance(error, Exception):
+            self._failure = self._failure or lost
+        return lost
+
+    @property
+    def _connected(self) -> Any:
+        """The communicator, until one of its calls fails.
+
+        After that, ranks disagree which call is the next one, and gloo ends the process if two kinds of calls match.
+        """
+        if self._failure is not None:
+            raise self._failure
+        return self._gloo
 
     def _wait(self, work: Any) -> None:
         """Wait for a collective.
@@ -204,24 +202,11 @@ class Ranks:
                     return
                 # A work that is completed here has failed, and the wait below raises its error.
                 if not work.is_completed():
-                    self._warn()
+                    self._roll.warn(_NOTICE)
                 left -= _NOTICE
             work.wait(left)
         except RuntimeError as error:
             raise self._lost(error) from error
-
-    def _warn(self) -> None:
-        """Log a warning that names the ranks that have not joined the call, on the first rank that has joined."""
-        absent = self._roll.absent()
-        if absent and self._roll.is_first_of_others(absent):
-            # `warnings.warn` may be configured to raise, and the other ranks would then wait for this one.
-            _logger.warning(
-                "%s has waited %g s for %s, which %s not called it; call it on every rank of its group",
-                self._roll.call,
-                _NOTICE.total_seconds(),
-                named_ranks(absent),
-                "has" if len(absent) == 1 else "have",
-            )
 
     def _meet(self) -> None:
         """Connect with the ranks that collectives of this rank use: those 1, 2, 4, ... away, on either side."""
@@ -245,7 +230,7 @@ class Ranks:
         # Each rank adds a 1. If a rank dies, gloo may return a sum without its values instead of an error, and only the
         # count shows it.
         sums = torch.tensor([1, *values], dtype=torch.int64, device="cpu")
-        self._wait(self._gloo.allreduce([sums]))
+        self._wait(self._connected.allreduce([sums]))
         count, *totals = sums.tolist()
         if count != self.size:
             raise RuntimeError(
@@ -383,7 +368,7 @@ class Ranks:
         """Return the bytes of rank `root` on every rank."""
         memory = _padded(data, size) if self.rank == root else torch.zeros(size, dtype=torch.uint8, device="cpu")
         if size:
-            self._wait(self._gloo.broadcast(memory, root))
+            self._wait(self._connected.broadcast(memory, root))
         return bytes_of(memory)
 
     def broadcast(self, value: Value | None) -> Value:
@@ -412,11 +397,11 @@ class Ranks:
 
     def send(self, buffer: torch.Tensor, to: int) -> PeerTransfer:
         """Begin to send a contiguous uint8 tensor. Messages between two ranks arrive in order."""
-        return self._begun(lambda: self._gloo.send([buffer], to, 0), to)
+        return self._begun(lambda: self._connected.send([buffer], to, 0), to)
 
     def receive(self, buffer: torch.Tensor, source: int) -> PeerTransfer:
         """Begin to receive the next message of a rank into a contiguous uint8 tensor."""
-        return self._begun(lambda: self._gloo.recv([buffer], source, 0), source)
+        return self._begun(lambda: self._connected.recv([buffer], source, 0), source)
 
     def _begun(self, begin: Callable[[], Any], peer: int) -> PeerTransfer:
         """Begin a transfer, after the two ranks have connected if it is their first one.
@@ -452,13 +437,13 @@ class Ranks:
         if notice == self._timeout:
             return False
         if not self._in_background:
-            self._warn()
+            self._roll.warn(_NOTICE)
         return self._roll.wait_for(peer, self._name, self._timeout - notice)
 
     def _gather(self, every: torch.Tensor, mine: torch.Tensor) -> None:
         """Gather the same number of bytes from every rank into one tensor."""
         try:
-            all_gather_into(self._gloo, every, mine, self._timeout)
+            all_gather_into(self._connected, every, mine, self._timeout)
         except RuntimeError as error:
             raise self._lost(error) from error
 

@@ -1,5 +1,6 @@
 """The roll of a call: the store of torch.distributed records which ranks of a group have joined it."""
 
+import logging
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -8,7 +9,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from .._errors import UnansweredError
 from .._torch_private import store_of_world
+
+_logger = logging.getLogger(__name__)
 
 _SHOWN = 8  # ranks in an error
 _LONGEST = 0.5  # seconds between two checks of the store
@@ -71,9 +75,41 @@ class Roll:
             self.is_lost = True
             return []
 
-    def is_first_of_others(self, absent: Sequence[int]) -> bool:
-        """Return whether this rank is the first rank of the group that is not absent."""
-        return self._world_ranks[self._rank] == next(rank for rank in self._world_ranks if rank not in absent)
+    def unanswered(self, cause: Exception | str, timeout: timedelta, *, in_background: bool) -> UnansweredError:
+        """Return the error for a rank that does not answer. It names the ranks that have not joined.
+
+        Args:
+            cause: Error of torch, or its cause as a text.
+            timeout: Time that this rank has waited at most.
+            in_background: Whether the work is one that ranks do not join by a call.
+        """
+        seconds, size = f"{timeout.total_seconds():g}", len(self._world_ranks)
+        absent = [] if in_background else self.absent()
+        if absent:
+            has = "has" if len(absent) == 1 else "have"
+            return UnansweredError(
+                f"timeout={seconds}: {self.call} waits for all {size} ranks of its group, and "
+                f"{named_ranks(absent)} {has} not called it; remove the `if rank == 0` around it, or what keeps a rank "
+                "from it, or pass a group of the ranks that call it"
+            )
+        where = "a save in the background" if in_background else f"{self.call}, to which all ranks came"
+        return UnansweredError(
+            f"timeout={seconds}: in {where}, a rank of {size} does not answer ({cause!s:.200}); look at the "
+            "logs of the other ranks and restart the run, or pass a larger timeout"
+        )
+
+    def warn(self, waited: timedelta) -> None:
+        """Log a warning that names the ranks that have not joined the call, on the first rank that has joined."""
+        absent = self.absent()
+        if absent and self._world_ranks[self._rank] == next(rank for rank in self._world_ranks if rank not in absent):
+            # `warnings.warn` may be configured to raise, and the other ranks would then wait for this one.
+            _logger.warning(
+                "%s has waited %g s for %s, which %s not called it; call it on every rank of its group",
+                self.call,
+                waited.total_seconds(),
+                named_ranks(absent),
+                "has" if len(absent) == 1 else "have",
+            )
 
     def _absent(self, ranks: Sequence[int]) -> list[int]:
         """Return the ranks among `ranks` that have not joined."""

@@ -39,7 +39,8 @@ class Members:
     """The ranks that are in. An epoch is one set of them, decided once, with a process group of its own.
 
     A rank has a number that it keeps, and in each epoch a place among the members, which is its rank in
-    torch.distributed. Collectives run over gloo on Linux.
+    torch.distributed. Collectives run over gloo on Linux. `torch.distributed.Work.wait` is replaced in this process, so
+    that a wait for a lost rank ends.
 
     Args:
         variables: The environment variables that the keeper of this rank has set.

@@ -59,7 +59,7 @@ def let_waits_end(epoch: Callable[[], int | None]) -> None:
         idle.append(waiter)  # one that is left behind never becomes idle
         return result
 
-    dist.Work.wait = wait_for  # type: ignore[method-assign]
+    dist.Work.wait = wait_for  # type: ignore[method-assign, assignment]
 
 
 def _wait_for_collective(wait: _Wait, work: dist.Work, timeout: timedelta, has_ended: Callable[[], bool]) -> bool:
