@@ -164,9 +164,8 @@ class Survivors:
         # What `ready` sums: spares that wait, losses, samples, ranks whose copy cannot follow, ranks with a stale copy.
         self._sums = torch.zeros(5, dtype=torch.float64)
         self._is_ready = False
-        self._shadows: list[
-            tuple[RingPlace, Shadow]
-        ] = []  # of all shardings since the last step that counted, newest last
+        # Of all shardings since the last step that counted, newest last.
+        self._shadows: list[tuple[RingPlace, Shadow]] = []
         self._is_stale = False  # whether a load has written the state, which the copies do not have yet
 
     @property
