@@ -324,7 +324,7 @@ def without(key):
 
 
 def cut_short(given):
-    given.update({key: tensor[:, :5] for key, tensor in given.items() if tensor.shape == (2, 9)})
+    given.update({key: tensor[:, :5] for key, tensor in given.items() if tensor.dim() == len(tensor) == 2})
 
 
 def no_placeholder(given):
@@ -385,3 +385,72 @@ def test_batches_whose_images_do_not_fit_raise_on_all_ranks():
             with pytest.raises((ValueError, PipelineError), match=text):
                 strategy.execute_pipeline(iter([given]), model, None, optimizer)
             assert all(parameter.grad is None for parameter in model.parameters())
+
+
+WAYS = {
+    "data": {"zero": 3},
+    "tensor": {"parallel": {"tensor": {"size": 2, "mode": "1d"}}},
+    "pipeline": {"parallel": {"pipeline": 2}, "pipeline": {"microbatches": 2}},
+}
+ON_ONE_RANK = [
+    # LLaVA's configuration has no number of tokens for an image, so its own forward compares them, on one rank.
+    *(each for each in BAD_BATCHES if each[:2] != ("Llava", cut_short)),
+    ("Llava", lambda given: given.update(pixel_values=given["pixel_values"][:0]), "pixel_values of shape .0, 3, 8, 8"),
+    ("Qwen3-VL", lambda given: given.update(position_ids=torch.zeros(3, 2, 8)), "position_ids .* restarts in a row"),
+]
+
+
+@for_each(way=WAYS)
+@pytest.mark.ranks(2, timeout=120)
+def test_images_that_do_not_fit_on_one_rank_raise_on_all_ranks(way):
+    """The ranks of a replica compare the first, second, fourth and eighth batch, and find other mistakes alone."""
+    for name in MODELS:
+        with keep_fp64(), Strategy(**WAYS[way]) as strategy:
+            model, good = made(name), given_image(name)
+            plans = {model: QWEN3_VL} if name == "Qwen3-VL" and way == "tensor" else {}
+            model, optimizer = strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), plans=plans)
+            expected = [strategy.execute_pipeline(iter([good]), model, None, optimizer) for _ in range(2)]
+            for number, (_, spoil, text) in enumerate(each for each in ON_ONE_RANK if each[0] == name):
+                given = given_image(name)
+                if dist.get_rank() == number % 2:
+                    spoil(given)
+                with pytest.raises(ValueError, match=f"{text}|have another batch than rank 0"):
+                    strategy.execute_pipeline(iter([given]), model, None, optimizer)
+            # No rank has begun the step, so all can continue.
+            loss = strategy.execute_pipeline(iter([good]), model, None, optimizer)
+            assert loss.item() == expected[0].item(), (way, name)
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_images_on_one_rank_of_a_sequence_raise_on_all_ranks():
+    with Strategy(parallel={"sequence": {"size": 2, "mode": "gather"}}) as strategy:
+        for name in ("Llava", "Qwen3-VL"):
+            model = MODELS[name]()
+            model, optimizer = strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0))
+            for rank in (0, 1):
+                given = {key: x.float() if x.is_floating_point() else x for key, x in given_image(name, False).items()}
+                expected = strategy.execute_pipeline(iter([given]), model, None, optimizer)
+                mine = given_image(name, dist.get_rank() == rank)
+                with pytest.raises(ValueError, match=r"pixel_values is .* and images have none; use the ranks"):
+                    strategy.execute_pipeline(iter([mine]), model, None, optimizer)
+                assert strategy.execute_pipeline(iter([given]), model, None, optimizer).item() == expected.item()
+            optimizer.zero_grad()
+
+
+@pytest.mark.ranks(2)
+def test_data_ranks_accumulate_and_evaluate_different_numbers_of_images():
+    """A rank waits for no other one where it computes alone, although errors are raised on all ranks elsewhere."""
+    with keep_fp64(), Strategy() as strategy:
+        reference, model = made("Llava"), made("Llava")
+        model, optimizer = strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        mine, bad = dist.get_rank(), {**given_image("Llava"), "pixel_values": None}
+        for _ in range(2 + mine):
+            loss = strategy.execute_pipeline(iter([given_image("Llava")]), model, None, optimizer, forward_only=True)
+            assert abs(loss.item() - reference(**given_image("Llava")).loss.item()) < 1e-10
+        with strategy.no_sync(model):
+            for _ in range(1 + mine):
+                strategy.execute_pipeline(iter([given_image("Llava")]), model, None, optimizer)
+        strategy.execute_pipeline(iter([given_image("Llava")]), model, None, optimizer)
+        optimizer.step()
+        with pytest.raises(ValueError, match="'pixel_values' is missing"):
+            strategy.execute_pipeline(iter([bad if mine else given_image("Llava")]), model, None, optimizer)

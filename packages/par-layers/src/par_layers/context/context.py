@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -270,6 +270,16 @@ class Context:
         if isinstance(batch, Mapping):
             return cut, tokens  # type: ignore[return-value]
         return type(batch)(cut[name] for name in names), tokens  # type: ignore[call-arg]
+
+    def refuse(self, problem: Exception) -> NoReturn:
+        """Raise an error on all ranks of the sequence in place of `cut`. Collective, as `cut` with `compare`.
+
+        Args:
+            problem: Error of this rank. The other ranks may be in `cut`, and raise `ValueError` with its text.
+        """
+        group = None if self._groups is None or self.ranks == 1 else self._groups[self.axis]
+        agree_on_batch(problem, "", (), group, self.device)
+        raise problem
 
     def positions(self, tokens: Tokens) -> Tensor:
         """Return the position of each of this rank's tokens in its document, int64 [B or 1, s], for rotary embeddings.

@@ -139,6 +139,9 @@ class CausalModel:
 
     Args:
         model: A transformers model, a module that contains one, or this rank's part of one.
+
+    Attributes:
+        reads_images: Whether batches may have images or videos.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -146,6 +149,7 @@ class CausalModel:
         self._known: Parallelization | None = parallelization_around(model)
         names = inspect.signature(inspect.unwrap(type(self._model).forward)).parameters
         self._takes = names.keys() - {"input_ids", "labels", "shift_labels", "num_items_in_batch"}
+        self.reads_images = any(name.startswith("pixel_values") for name in names)
         # A prepared model takes positions also if its forward does not: they describe documents.
         self._separates = "position_ids" in names or hasattr(self._model, FOUND)
         takes_any = any(each.kind is each.VAR_KEYWORD for each in names.values())

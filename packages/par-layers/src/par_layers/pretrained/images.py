@@ -128,7 +128,7 @@ def _sizes_of(config: Any, found: int, pixels: Tensor, grid: Tensor | None) -> l
         sizes: list[int] = (grid.prod(-1) // merge**2).tolist()
         return sizes
     # Without a number in the configuration all images have as many, which the model's forward compares once more.
-    each: int = getattr(config, "mm_tokens_per_image", found // len(pixels))
+    each: int = getattr(config, "mm_tokens_per_image", found // max(1, len(pixels)))
     return [each] * len(pixels)
 
 

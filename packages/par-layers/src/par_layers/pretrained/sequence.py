@@ -100,16 +100,23 @@ def cut_dict(batch: Mapping[str, Any], context: Context, *, compare: bool) -> di
     """
     if TOKENS in batch:
         return dict(batch)
-    labels, mask = next_labels(batch), batch.get("attention_mask")
+    mask = batch.get("attention_mask")
     whole = {key: value for key, value in batch.items() if key not in _TARGETS and value is not None}
-    for key, value in whole.items():
-        is_of_tokens = not isinstance(value, Tensor) or value.dim() < 2 or value.shape[:2] == labels.shape
-        if not is_of_tokens and key != "position_ids":
-            raise ValueError(
-                f"{key} is {list(value.shape)}, but input_ids are {list(labels.shape)}: with sequence={context.ranks} "
-                "each tensor of a batch is split by its tokens, and images have none; use the ranks of 'sequence' for "
-                "data or tensor"
-            )
+    try:
+        labels = next_labels(batch)
+        for key, value in whole.items():
+            is_of_tokens = not isinstance(value, Tensor) or value.dim() < 2 or value.shape[:2] == labels.shape
+            if not is_of_tokens and key != "position_ids":
+                raise ValueError(
+                    f"{key} is {list(value.shape)}, but input_ids are {list(labels.shape)}: with "
+                    f"sequence={context.ranks} each tensor of a batch is split by its tokens, and images have none; "
+                    "use the ranks of 'sequence' for data or tensor"
+                )
+    except ValueError as error:
+        # Another rank, whose batch has no images, waits for this one where the ranks compare their batches.
+        if compare:
+            context.refuse(error)
+        raise
     cut, tokens = context.cut({**whole, "shift_labels": labels}, pad=True, compare=compare)
     padded = 0 if mask is None else int((labels.masked_fill(mask != 0, IGNORE_INDEX) != IGNORE_INDEX).sum())
     if padded:  # on one device they attend to the row, here only to padding

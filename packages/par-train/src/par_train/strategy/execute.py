@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from par_data import read_once
-from par_groups import ProcessGroups, data_axes, number_on_device, splits_sequence
+from par_groups import ProcessGroups, agree, data_axes, number_on_device, replica_axes, splits_sequence
 from par_layers import LossFactor
 from par_layers.pretrained import CausalModel, pretrained_of, unlike_causal
 from par_pipeline import (
@@ -90,7 +90,13 @@ class Execution:
         self._smaller: dict[int, Pipeline] = {}  # by microbatches; of one rank, for batches with fewer rows
 
     def run(
-        self, next_batch: Callable[[], Any], criterion: Criterion | None, *, forward_only: bool, return_outputs: bool
+        self,
+        next_batch: Callable[[], Any],
+        criterion: Criterion | None,
+        *,
+        forward_only: bool,
+        return_outputs: bool,
+        over_data: bool,
     ) -> tuple[Any, Any]:
         """Run a batch. Return its loss, on all ranks of the pipeline, and the outputs, on the ranks of the last stage.
 
@@ -101,9 +107,11 @@ class Execution:
             criterion: A function of outputs and target. None for the causal loss of a transformers model.
             forward_only: Whether to omit the backward pass.
             return_outputs: Whether to return outputs.
+            over_data: Whether all data ranks run a batch in this pass, because they reduce gradients.
 
         Raises:
-            ValueError: There is no criterion, and the loss of the transformers model is not the causal one.
+            ValueError: There is no criterion, and the loss of the transformers model is not the causal one. Or images
+                do not fit their placeholders on a rank; on all ranks of the replica, and of all replicas in training.
             TypeError, PipelineError: There is no criterion, and the model or the batch is not of transformers' kind.
         """
         if criterion is None and self._other_loss is not None:
@@ -121,10 +129,13 @@ class Execution:
             pipeline = self._fit_for(rows_of(batch))
         # The causal loss is computed from sharded logits. Only a caller who wants outputs pays for gathering them.
         microbatches = pipeline.schedule.microbatches
+        called: Callable[[], Any] = lambda: self._called_with(next_batch(), criterion, microbatches)  # noqa: E731
+        if self._causal is not None and self._causal.reads_images:
+            called = self._read_together(called, over_data=over_data)
         with nullcontext() if causal is None or return_outputs else causal.without_gathering():
             outputs, _, _ = pipeline.forward_backward_step(
                 # In a generator, a StopIteration of the data would become a RuntimeError.
-                map(lambda _: self._called_with(next_batch(), criterion, microbatches), repeat(None)),  # noqa: C417
+                map(lambda _: called(), repeat(None)),  # noqa: C417
                 forward_only=forward_only,
                 return_outputs=return_outputs,
             )
@@ -164,6 +175,41 @@ class Execution:
                 f"{self._kind} with a {type(batch).__name__} for a batch; pass a criterion(outputs, target)"
             )
         return batch
+
+    def _read_together(self, read: Callable[[], Any], *, over_data: bool) -> Callable[[], Any]:
+        """Read a batch, and raise on all ranks if one rank cannot. It all-reduces one number over each axis.
+
+        Only a rank that has the images can see that they do not fit, and the other ranks would wait for it in the
+        forward pass. Data ranks may evaluate, and accumulate gradients, on different numbers of batches.
+
+        Args:
+            read: A function that returns the batch or raises.
+            over_data: Whether all data ranks read a batch in this pass.
+
+        Returns:
+            A function that returns the batch, or raises StopIteration again, which the pipeline reports.
+        """
+        topology = self._groups.topology
+        axes = [*replica_axes(topology), *([data_axes(topology)] if over_data else [])]
+        groups = [self._groups[axis] for axis in axes if self._groups.size(axis) > 1]
+        batch, problem = None, None
+        try:
+            batch = read()
+        except Exception as error:  # of any kind: the other ranks raise, too
+            problem = error
+        fails = problem is not None and not isinstance(problem, StopIteration)
+        failed = torch.tensor(int(fails), device=self._groups.device)
+        for group in groups:
+            dist.all_reduce(failed, dist.ReduceOp.MAX, group)
+        if failed.item():
+            agree(problem if fails else None, None, *groups)
+
+        def again() -> Any:
+            if problem is not None:
+                raise problem
+            return batch
+
+        return again
 
     @property
     def takes_dicts(self) -> bool:

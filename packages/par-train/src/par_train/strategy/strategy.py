@@ -80,8 +80,8 @@ class Strategy(StrategyFiles):
         self._state = RunState(self.randomness, self.groups.rank(self.data_axes), self.environment_of_bits)
         self._checkpoints = {}
         self._executions: dict[nn.Module, Execution] = {}
+        self._accumulating: set[nn.Module] = set()  # models within no_sync
         self._grid = next((plugin for plugin in self.plugins if isinstance(plugin, GridPlugin)), None)
-        self._make_execution = Execution if self._grid is None else LaneExecution
         self._hooks: list[RemovableHandle] = []  # on models and optimizers, which may outlive the strategy
         self._checked_losses: set[Optimizer] = set()
         self.comparison = BatchComparison(self.groups["tensor"], self.groups["pipeline"])
@@ -274,7 +274,8 @@ class Strategy(StrategyFiles):
             both, as a pair.
 
         Raises:
-            ValueError: The model or the optimizer is not from `initialize`.
+            ValueError: The model or the optimizer is not from `initialize`. Or the model reads images, and a rank
+                cannot use its batch; on all ranks of its replica, and outside of `no_sync` on all training ranks.
             StopIteration: The iterators of all ranks of the pipeline have ended.
             par_pipeline.PipelineError: A stage or the data has raised on a rank of the pipeline, or the data of only
                 some of its ranks has ended; on all ranks of this pipeline. Other pipelines wait in their next reduction
@@ -290,7 +291,10 @@ class Strategy(StrategyFiles):
         cuts_dicts = self.cuts_sequence and execution.takes_dicts
         read = self._batches.reader(data_iter, (model, forward_only), cuts_dicts=cuts_dicts)
         with self.comparison.paused():  # the reader has compared the batch; the model runs its microbatches
-            loss, outputs = execution.run(read, criterion, forward_only=forward_only, return_outputs=return_outputs)
+            over_data = not forward_only and model not in self._accumulating
+            loss, outputs = execution.run(
+                read, criterion, forward_only=forward_only, return_outputs=return_outputs, over_data=over_data
+            )
         if return_loss and return_outputs:
             return loss, outputs
         return loss if return_loss else outputs
@@ -365,8 +369,12 @@ class Strategy(StrategyFiles):
                 raise ValueError(f"plugin {plugin.name!r} does not support no_sync(); run each backward with its step")
         # A plugin that replaces ZeRO may leave the model without it; its gradients then accumulate anyway.
         deferring = getattr(model, "no_sync", None)  # par-zero's own, also on the wrapper of torch.compile
-        with nullcontext() if deferring is None else deferring() if keep else deferring(keep=False):
-            yield
+        self._accumulating.add(model)
+        try:
+            with nullcontext() if deferring is None else deferring() if keep else deferring(keep=False):
+                yield
+        finally:
+            self._accumulating.discard(model)
 
     def router_metrics(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the routing metrics of a mixture of experts since the last call, identical on all ranks. Collective.
@@ -466,7 +474,6 @@ class Strategy(StrategyFiles):
             schedule, options = self.schedule or self.make_schedule(), self.options.pipeline_keywords
             for name in ("schedule", "microbatches"):
                 options.pop(name, None)
-            self._executions[model] = self._make_execution(
-                model, schedule, self.groups, bundle.optimizer, options, bundle.loss_factor
-            )
+            kind = Execution if self._grid is None else LaneExecution
+            self._executions[model] = kind(model, schedule, self.groups, bundle.optimizer, options, bundle.loss_factor)
         return self._executions[model]
