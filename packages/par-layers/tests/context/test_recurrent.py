@@ -321,11 +321,11 @@ def test_a_split_that_a_recurrent_layer_cannot_take_is_refused():
 
 
 def test_a_state_of_integers_is_refused():
-    from par_layers.context.existing.handover import StateLink, send
+    from par_layers.context.existing.handover import StateLink
 
     x = torch.ones(1, 2, 3)
     with pytest.raises(ValueError, match=r"a recurrent layer has a state of torch\.int64; a state that ranks pass"):
-        send(x, x, {("recurrent", 0): torch.ones(1, 2, dtype=torch.int64)}, StateLink("", 0), with_gradient=False)
+        StateLink("", 0).send(x, x, {("recurrent", 0): torch.ones(1, 2, dtype=torch.int64)}, with_gradient=False)
 
 
 def test_a_cache_keeps_what_a_convolution_reads():

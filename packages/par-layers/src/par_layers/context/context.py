@@ -23,6 +23,7 @@ from .arguments import (
 )
 from .balance import CAUSAL, SPLITS, cut_tokens
 from .exchange import all_highest, all_sum, all_tokens
+from .existing.handover import StateLink
 from .existing.recurrent import RecurrentLayer, carry, stop_at
 from .existing.transformers import attend, check, local_batch, whole_batch
 from .kernels.choose import check_kernel
@@ -382,7 +383,7 @@ class Context:
         if recurrent:
             self.how = "contiguous"
         attend(model, self, self._highest)
-        carry(model, recurrent, name_of(self._groups, self.axis), self.rank)
+        carry(model, recurrent, self.state_link)
         stop_at(model, untried)
         return model
 
@@ -406,6 +407,15 @@ class Context:
                 "must hold consecutive tokens; use split='contiguous'"
             )
         return recurrent, untried
+
+    def state_link(self, name: str) -> StateLink:
+        """Return the connection over which a recurrent layer passes its states. `transformers_` asks for each layer.
+
+        Args:
+            name: Name of the layer's module in the model.
+        """
+        del name
+        return StateLink(name_of(self._groups, self.axis), self.rank)
 
     def check_heads(self, heads: int) -> None:
         """Raise if this mode cannot compute attention with a number of heads; no communication.

@@ -49,46 +49,44 @@ class StateLink:
     shapes: dict[CallDtypes, RowShapes] = field(default_factory=dict)
     described: set[CallDtypes] = field(default_factory=set)
 
+    def receive(self, x: Tensor, *, with_gradient: bool) -> tuple[Tensor, States]:
+        """Receive the states of the rank on the left; backward: send their gradients to it.
 
-def receive(x: Tensor, link: StateLink, *, with_gradient: bool) -> tuple[Tensor, States]:
-    """Receive the states of the rank on the left; backward: send their gradients to it.
+        Args:
+            x: Input of the layer, [B, s, h]. It passes through, so that backward sends before it goes to earlier
+                layers.
+            with_gradient: Whether backward will run, identical on all ranks.
+        """
+        dtypes = _dtypes(x)
+        # Only a forward shows the shapes of states, so the left rank describes them in a message before the first one.
+        if dtypes not in self.shapes:
+            self.shapes[dtypes] = _receive_header(self, x.device)
+        shapes = self.shapes[dtypes]
+        # Without an input that requires a gradient, autograd would not call this backward, and the left rank would
+        # wait.
+        anchor = torch.zeros((), device=x.device, requires_grad=with_gradient)
+        passed, *states = _ReceiveStates.apply(x, anchor, self, shapes)  # type: ignore[no-untyped-call]
+        return passed, dict(zip(shapes, states, strict=True))
 
-    Args:
-        x: Input of the layer, [B, s, h]. It passes through, so that backward sends before it goes to earlier layers.
-        link: Connection of the layer.
-        with_gradient: Whether backward will run, identical on all ranks.
-    """
-    dtypes = _dtypes(x)
-    # Only a forward shows the shapes of states, so the left rank describes them in a message before the first one.
-    if dtypes not in link.shapes:
-        link.shapes[dtypes] = _receive_header(link, x.device)
-    shapes = link.shapes[dtypes]
-    # Without an input that requires a gradient, autograd would not call this backward, and the left rank would wait.
-    anchor = torch.zeros((), device=x.device, requires_grad=with_gradient)
-    passed, *states = _ReceiveStates.apply(x, anchor, link, shapes)  # type: ignore[no-untyped-call]
-    return passed, dict(zip(shapes, states, strict=True))
+    def send(self, x: Tensor, out: Tensor, states: States, *, with_gradient: bool) -> Tensor:
+        """Send states to the rank on the right; backward: receive their gradients from it.
 
+        Args:
+            x: Input of the layer, [B, s, h].
+            out: Output of the layer, [B, s, h]. It passes through, so that backward begins with the message.
+            states: States after the tokens of this rank.
+            with_gradient: Whether backward will run, identical on all ranks.
 
-def send(x: Tensor, out: Tensor, states: States, link: StateLink, *, with_gradient: bool) -> Tensor:
-    """Send states to the rank on the right; backward: receive their gradients from it.
-
-    Args:
-        x: Input of the layer, [B, s, h].
-        out: Output of the layer, [B, s, h]. It passes through, so that backward begins with the message.
-        states: States after the tokens of this rank.
-        link: Connection of the layer.
-        with_gradient: Whether backward will run, identical on all ranks.
-
-    Raises:
-        ValueError: A state has a dtype that is not floating.
-    """
-    dtypes = _dtypes(x)
-    if dtypes not in link.described:
-        _send_header(states, link)
-        link.described.add(dtypes)
-    anchor = torch.zeros((), device=out.device, requires_grad=with_gradient)
-    result: Tensor = _SendStates.apply(out, anchor, link, *states.values())  # type: ignore[no-untyped-call]
-    return result
+        Raises:
+            ValueError: A state has a dtype that is not floating.
+        """
+        dtypes = _dtypes(x)
+        if dtypes not in self.described:
+            _send_header(states, self)
+            self.described.add(dtypes)
+        anchor = torch.zeros((), device=out.device, requires_grad=with_gradient)
+        result: Tensor = _SendStates.apply(out, anchor, self, *states.values())  # type: ignore[no-untyped-call]
+        return result
 
 
 class _ReceiveStates(torch.autograd.Function):

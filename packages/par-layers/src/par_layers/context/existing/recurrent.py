@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..tokens import Tokens
-from .handover import StateLink, receive, send
+from .handover import StateLink
 from .states import DocumentPart, StateCache, States, document_parts
 
 
@@ -34,17 +34,16 @@ class RecurrentLayer:
     numbers: int
 
 
-def carry(model: nn.Module, layers: Iterable[RecurrentLayer], group: str, rank: int) -> None:
+def carry(model: nn.Module, layers: Iterable[RecurrentLayer], link: Callable[[str], StateLink]) -> None:
     """Let the recurrent layers of a model receive states from the left, and send theirs to the right, in place.
 
     Args:
         model: The model.
         layers: Recurrent layers of the model.
-        group: Name of the group of the sequence; "" for one rank.
-        rank: Index of this rank in the group.
+        link: Function that returns the connection of a layer, by the name of its module.
     """
     for layer in layers:
-        forward = CarriedForward(model.get_submodule(layer.name), layer, StateLink(group, rank))
+        forward = CarriedForward(model.get_submodule(layer.name), layer, link(layer.name))
         forward.replace_forward_(model, layer.name)
 
 
@@ -157,12 +156,12 @@ class CarriedForward(TokensFromAround):
             is_single = span.continues and span.stop == 1
             part = sliced(bound.arguments, rows, local, replace(span, stop=2) if is_single else span)
             if span.continues:
-                part[names[1]], before = receive(part[names[1]], self._link, with_gradient=is_trained)
+                part[names[1]], before = self._link.receive(part[names[1]], with_gradient=is_trained)
             output, states = call(self._module, part, self._layer.cache, before)
             if is_single:
                 output = mapped(output, lambda each: each[:, :1])
             if span.goes_on:
-                sent = send(part[names[1]], first_tensor(output), states, self._link, with_gradient=is_trained)
+                sent = self._link.send(part[names[1]], first_tensor(output), states, with_gradient=is_trained)
                 output = sent if isinstance(output, Tensor) else (sent, *output[1:])
             pieces.append((span, output))
         return assembled(pieces)
