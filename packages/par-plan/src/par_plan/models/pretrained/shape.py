@@ -402,10 +402,10 @@ class PretrainedShape:
             total = 0.0
             for name in names:
                 shape = structure.parameters[name].shape
-                if len(shape) == 3:  # the weights of all experts
+                if name not in structure.experts:  # matrices, and convolutions of each channel
+                    total += 2 * shape.numel() * (len(shape) > 1)
+                elif len(shape) == 3:  # the weights of all experts
                     total += 2 * shape.numel() * structure.experts_per_token / shape[0]
-                elif len(shape) == 2 and name not in structure.experts:
-                    total += 2 * shape.numel()
             totals.append(total)
         return tuple(totals)
 

@@ -1,6 +1,7 @@
 """Layers of a Hugging Face Transformers model, modules outside them, and modules that a plan shards."""
 
 import copy
+import warnings
 from collections.abc import Collection, Mapping
 from fractions import Fraction
 from functools import cached_property
@@ -69,7 +70,9 @@ class Structure:
     @cached_property
     def packed(self) -> frozenset[str]:
         """The names of the modules with the packed weights of experts."""
-        return frozenset(name.rpartition(".")[0] for name, each in self.parameters.items() if each.dim() == 3)
+        modules = {name.rpartition(".")[0] for name, each in self.parameters.items() if each.dim() == 3}
+        # The weights of short convolutions have three dims, too.
+        return frozenset(name for name in modules if not isinstance(self.model.get_submodule(name), nn.Conv1d))
 
     @cached_property
     def experts(self) -> frozenset[str]:
@@ -82,11 +85,10 @@ class Structure:
 
         Shared experts count as dense layers, because they do not overlap with dispatch.
         """
-        weights = [each for name, each in self.parameters.items() if each.dim() == 3]
-        if not weights:
+        if not self.packed:
             return None
-        module = next(name.rpartition(".")[0] for name, each in self.parameters.items() if each is weights[0])
-        own = [each for name, each in self.parameters.items() if name.rpartition(".")[0] == module and each.dim() == 3]
+        module = next(name for name, _ in self.model.named_modules() if name in self.packed)
+        own = [each for each in self.model.get_submodule(module).parameters(recurse=False) if each.dim() == 3]
         experts, total = own[0].shape[0], sum(each.numel() for each in own)
         # Transformers declares the output weight of experts last.
         down = own[-1].numel()
@@ -186,10 +188,8 @@ class Structure:
         volumes: Mapping[str, CommunicationVolume] = {}
         ranks = SMALL[0]
         for ranks in SMALL:
-            topology = alone({"mode": "1d"}, ranks)
             try:
-                records = plan_shardings(self.model, topology)
-                volumes = communication_volumes(self.model, topology, 1, experts_per_token=self.experts_per_token)
+                records, volumes = self._planned(alone({"mode": "1d"}, ranks))
                 break
             except (TypeError, ValueError):
                 continue
@@ -200,7 +200,7 @@ class Structure:
             is_cut = [length < whole for length, whole in zip(size, record.shape, strict=True)]
             if module == self.head or name == self.table or own == "bias" or not any(is_cut):
                 continue
-            if len(size) == 3:
+            if module in self.packed:
                 experts.add(module)
             elif len(size) == 2:
                 # GPT-2 stores the weights of its Conv1D transposed, so sharded rows and columns change places.
@@ -215,6 +215,17 @@ class Structure:
         blocks = frozenset(name.rpartition(".")[0] for name in experts) | self._gathered(columns, ranks)
         return TensorRoles(self.layers, frozenset(columns), frozenset(rows), blocks, self.packed)
 
+    def _planned(self, topology: Topology) -> tuple[Mapping[str, Sharding], Mapping[str, CommunicationVolume]]:
+        """Return the sharding of each parameter, and the traffic of each module for one token."""
+        with warnings.catch_warnings():
+            # A plan without layers matters only to jobs with tensor ranks, which look at the plan again.
+            warnings.filterwarnings("ignore", ".* shards no layer", UserWarning)
+            experts = self.experts_per_token
+            return (
+                plan_shardings(self.model, topology),
+                communication_volumes(self.model, topology, 1, experts_per_token=experts),
+            )
+
     def _gathered(self, columns: Collection[str], ranks: int) -> frozenset[str]:
         """Return the modules in layers that get the gathered sequence under sequence parallelism, without any rule.
 
@@ -224,7 +235,7 @@ class Structure:
         """
         topology = alone({"mode": "1d", "sequence_parallel": True}, ranks)
         try:
-            names = communication_volumes(self.model, topology, 1, experts_per_token=self.experts_per_token)
+            _, names = self._planned(topology)
         except (TypeError, ValueError):  # the sequence cannot be split, or the model has no plan
             return frozenset()
         regions = {name.rpartition(".")[0] for name in columns}
