@@ -189,6 +189,55 @@ def test_images_that_a_model_does_not_take_are_refused():
     assert flops[0] == pytest.approx(3 * flops[1])
 
 
+DELTA = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 0,
+}
+MAMBA = {
+    "mamba_n_heads": 16,
+    "mamba_d_head": 8,
+    "mamba_d_state": 4,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 4,
+    "mamba_expand": 2,
+    "attn_layer_indices": [1],
+}
+LIGHTNING = {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_local_experts": 2}
+
+
+@pytest.mark.skipif(not hasattr(transformers, "NemotronHConfig"), reason="needs newer hybrid models")
+@pytest.mark.parametrize(
+    ("family", "options", "recurrence", "convolution"),
+    [
+        ("Qwen3Next", DELTA, 4 * 8 * 6, 3 * (2 * 2 * 8 + 4 * 6)),  # H K V, (k - 1) (2 Hk K + H V)
+        ("Bamba", MAMBA, 16 * 8 * 4, 3 * (16 * 8 + 2 * 2 * 4)),  # H N P, (k - 1) (H P + 2 G N)
+        ("MiniMax", {**LIGHTNING, "block_size": 4}, 4 * 16 * 16, 0),  # H D D
+        ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3}, 0, 2 * 64),  # (k - 1) h
+    ],
+)
+def test_states_of_recurrent_layers_follow_their_formula(family, options, recurrence, convolution):
+    planned = shape(family, **options, num_hidden_layers=3, pad_token_id=0)
+    # Convolutions pass their inputs in the dtype of the model. Recurrences add up in fp32, lightning attention's not.
+    for precision, width in (("fp32", 4), ("bf16", 4 if family in {"Qwen3Next", "Bamba"} else 2)):
+        size = recurrence * width + convolution * (4 if precision == "fp32" else 2)
+        for ranks, documents, edges in ((2, None, 1), (4, None, 3), (4, (8, 8), 2), (4, (4, 4, 4, 4), 0)):
+            job = replace(JOB, precision=precision, documents=documents)
+            made = predict(planned, topology(ranks, sequence={"size": ranks, "mode": "gather"}), job)
+            (states,) = (each for each in made.ranks[0].transfers if each.what == "states")
+            # Two layers send forward and backward over each edge; the mean over ranks.
+            expected = 2 * 2 * edges / ranks, 2 * 2 * edges * ROWS * size / ranks
+            assert (states.operations, states.bytes) == expected, (precision, ranks, documents)
+    assert planned.mixture is None or family == "MiniMax"
+    zigzag = {"size": 2, "mode": "gather", "split": "zigzag"}
+    with pytest.raises(ValueError, match=r"split='zigzag': recurrent layers pass .*; use split='contiguous'"):
+        predict(planned, topology(2, sequence=zigzag), JOB)
+
+
 @pytest.mark.storm  # the small models above are reckoned by the same code
 def test_70_billion_parameters_on_512_devices_in_seconds():
     sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "vocab_size": 128256}

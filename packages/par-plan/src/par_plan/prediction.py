@@ -169,6 +169,8 @@ class Predictor:
     ) -> None:
         self.model, self.topology, self.machine = planned(shape), topology, machine or Machine()
         self.split, self.sequence = tensor_split(topology), sequence_split(topology)
+        if self.sequence.ranks > 1 and self.sequence.how == "auto" and self.model.passes_states:
+            self.sequence = replace(self.sequence, how="contiguous")  # states pass along consecutive tokens
         self._data = topology.size("data") * self.split.experts.own  # ranks that see other rows
         self._check(job)
         # Rows of microbatches differ by one at most; the larger ones come first.
@@ -272,6 +274,7 @@ class Predictor:
                 *sequence_traffic(
                     sequence,
                     attentions,
+                    model.states(sequence, part, job),
                     model.context,
                     job.documents,
                     # A mode may split the rows over tensor ranks, and then each of them computes the attention of its
@@ -437,6 +440,11 @@ def why_not_sequenced(model: PlannedModel, split: TensorSplit, sequence: Sequenc
         return None
     if (problem := model.why_no_sequence_ranks()) is not None:
         return problem
+    if sequence.how not in {"auto", "contiguous"} and model.passes_states:
+        return (
+            f"split={sequence.how!r}: recurrent layers pass their states from each rank to the next, so each rank must "
+            "hold consecutive tokens; use split='contiguous'"
+        )
     try:
         attentions = attentions_of(model, split, sequence)
     except ValueError as error:

@@ -165,6 +165,7 @@ def seconds_within(
         hops = {
             "keys and values": 1 if sequence.outer == "ring" else math.log2(max(2, sequence.groups)),
             "tokens for heads": math.log2(max(2, sequence.inner)),
+            "states": 1,
             "sums of losses": math.log2(sequence.ranks),
         }
         starts = sum(hops[transfer.what] * transfer.operations for transfer in transfers if transfer.axis == "sequence")

@@ -14,7 +14,7 @@ from .measured_runs import SavedPeak, running
 from .test_measured import CLOSE, assert_state, received_of
 
 MODEL = ModelOptions(width=64, layers=4, heads=8, context=32)
-KINDS = ("keys and values", "tokens for heads", "sums of losses", "flags", "data", "tensor")
+KINDS = ("keys and values", "tokens for heads", "states", "sums of losses", "flags", "data", "tensor")
 
 
 class Messages(TorchDispatchMode):
@@ -31,6 +31,7 @@ class Messages(TorchDispatchMode):
         self._inner = groups["ulysses" if mode == "2d" else "sequence"].group_name if mode in ("2d", "ulysses") else ""
         ring = groups.topology.channels
         self._rings = [each.group_name for one in ring for each in groups.channels(one.axes, one.count)]
+        self._sequence = groups["sequence"].group_name
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops._c10d_functional.all_to_all_single.default:
@@ -42,8 +43,12 @@ class Messages(TorchDispatchMode):
             size = dist.ProcessGroup.unbox(args[2]).size()
             self._add("data", args[1].nbytes * (size - 1) / size)
         elif func is torch.ops.c10d.recv_.default:
-            is_ring = dist.ProcessGroup.unbox(args[1]).group_name in self._rings
-            self._add("keys and values" if is_ring else "data", sum(each.nbytes for each in args[0]))
+            name, tag = dist.ProcessGroup.unbox(args[1]).group_name, args[3]
+            # Replicas may be the ranks of the sequence; their messages have a tag.
+            kind = (
+                "keys and values" if name in self._rings else "states" if (name, tag) == (self._sequence, 0) else "data"
+            )
+            self._add(kind, sum(each.nbytes for each in args[0]))
         return func(*args, **(kwargs or {}))
 
     def _add(self, kind, number):
@@ -91,7 +96,7 @@ def assert_bytes(events, messages, groups, transfers, case):
     """The mean over all ranks of bytes by kind, and of operations over the sequence's ranks."""
     both = torch.stack([found_in(events, messages, groups), predicted(transfers)])
     dist.all_reduce(both)
-    both[:, 1, 3:] = 0  # how often replicas and tensor ranks meet is other tests' matter
+    both[:, 1, 4:] = 0  # how often replicas and tensor ranks meet is other tests' matter
     assert both[0].tolist() == both[1].tolist(), (case, KINDS)
 
 

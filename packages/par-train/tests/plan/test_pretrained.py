@@ -45,9 +45,38 @@ DELTA = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "num_hidden_layers": 3,
 }
+MAMBA = {
+    "mamba_n_heads": 16,
+    "mamba_d_head": 8,
+    "mamba_d_state": 4,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 4,
+    "mamba_expand": 2,
+    "num_hidden_layers": 3,
+    "pad_token_id": 0,
+}
 OWN = {
     "Qwen3Next": {**DELTA, "num_experts": 0, "head_dim": 16},
     "OlmoHybrid": {**DELTA, "pad_token_id": 0},
+    "Bamba": {**MAMBA, "attn_layer_indices": [1], "z_loss_coefficient": 0.0},
+    "NemotronH": {
+        "mamba_num_heads": 16,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 4,
+        "n_groups": 2,
+        "layers_block_type": ["mamba", "attention", "mamba"],
+        "chunk_size": 4,
+        "expand": 2,
+    },
+    "Lfm2": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4, "pad_token_id": 0},
+    "MiniMax": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_hidden_layers": 3,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 2,  # all of them: no routing decides what is kept
+        "block_size": 4,
+        "pad_token_id": 0,
+    },
     "Phi3": {"pad_token_id": 0, "eos_token_id": 1},
     "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [1]},
     "OPT": {"word_embed_proj_dim": 64, "ffn_dim": 96},
@@ -111,9 +140,9 @@ def received(events):
     return sums["bytes"], sums["calls"]
 
 
-def batch(packed=False):
-    ids = torch.randint(101, (ROWS, CONTEXT), generator=torch.Generator().manual_seed(1))
-    positions = torch.arange(CONTEXT).remainder(CONTEXT // 2).repeat(ROWS, 1)  # two documents in a row
+def batch(packed=False, context=CONTEXT):
+    ids = torch.randint(101, (ROWS, context), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(context).remainder(context // 2).repeat(ROWS, 1)  # two documents in a row
     return {"input_ids": ids, "labels": ids, **({"position_ids": positions} if packed else {})}
 
 

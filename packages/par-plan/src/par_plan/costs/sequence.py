@@ -1,8 +1,9 @@
-"""Context parallelism: traffic, memory and work of attention over a split sequence, by par-layers' formulas."""
+"""Context parallelism: traffic, memory and work of attention over a split sequence, and states of recurrent layers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -211,9 +212,24 @@ def reach(
     )
 
 
+def crossed_edges(sequence: SequenceSplit, length: int, documents: tuple[int, ...] | None = None) -> int:
+    """Return the number of borders between neighbouring ranks that are inside a document.
+
+    Args:
+        sequence: Split of the sequence over ranks, which hold consecutive tokens.
+        length: Number of tokens in a row.
+        documents: Lengths of the documents of a row; None: the row is one document.
+    """
+    local = local_tokens(sequence, length, documents)
+    # The padding at the end is one more document.
+    ends = {*accumulate(documents or (length,))}
+    return sum(rank * local not in ends for rank in range(1, sequence.ranks))
+
+
 def sequence_traffic(
     sequence: SequenceSplit,
     attentions: Mapping[RankAttention, int],
+    states: Sequence[float],
     length: int,
     documents: tuple[int, ...] | None,
     microbatches: Mapping[float, int],
@@ -222,11 +238,14 @@ def sequence_traffic(
     again: bool,
     loss: bool,
 ) -> list[AxisTraffic]:
-    """Return the traffic over the sequence axis: keys and values, tokens for heads, and sums of losses.
+    """Return the traffic over the sequence axis, the mean over its ranks.
+
+    Attention exchanges keys and values, or tokens for heads. Recurrent layers pass states, and the loss is summed.
 
     Args:
         sequence: Split of the sequence over ranks.
         attentions: Number of this rank's layers with each attention.
+        states: Bytes per row of the states that each of this rank's recurrent layers passes on.
         length: Number of tokens in a row.
         documents: Lengths of the documents of a row; None: the row is one document.
         microbatches: Number of microbatches, by the number of their rows whose attention this rank computes.
@@ -247,6 +266,18 @@ def sequence_traffic(
             transfers.append(
                 AxisTraffic(axis="sequence", what=what, operations=operations * times, bytes=elements * rows * width)
             )
+    if states:
+        # Forward passes states to the right, and backward passes their gradients to the left. No state crosses the
+        # border of a document.
+        messages = crossed_edges(sequence, length, documents) * (2 + again) / sequence.ranks
+        transfers.append(
+            AxisTraffic(
+                axis="sequence",
+                what="states",
+                operations=messages * len(states) * times,
+                bytes=messages * sum(states) * rows,
+            )
+        )
     if loss:  # its sum and the number of targets, in fp64
         received = all_reduced(sequence.ranks, 2 * 8)
         transfers.append(AxisTraffic(axis="sequence", what="sums of losses", operations=times, bytes=received * times))

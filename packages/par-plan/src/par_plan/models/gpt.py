@@ -185,6 +185,16 @@ class GPTPlan:
         keys = self.shape.keys // split.inner
         return RankAttention(heads=self.shape.heads // split.inner, key_heads=keys, width=head, key_width=head)
 
+    @property
+    def passes_states(self) -> bool:
+        """False: no layer is recurrent."""
+        return False
+
+    def states(self, sequence: SequenceSplit, part: ModelSlice, job: TrainingJob) -> list[float]:
+        """Return no states."""
+        del sequence, part, job
+        return []
+
     def why_no_sequence_ranks(self) -> None:
         """Return None, since every layer supports a split sequence."""
         return

@@ -131,6 +131,19 @@ class PlannedModel(Protocol):
             ValueError: The model's sequence cannot be cut.
         """
 
+    @property
+    def passes_states(self) -> bool:
+        """Whether recurrent layers pass states along the sequence, so that ranks hold consecutive tokens."""
+
+    def states(self, sequence: SequenceSplit, part: ModelSlice, job: TrainingJob) -> list[float]:
+        """Return the bytes per row that each recurrent layer of a rank passes to the next sequence rank.
+
+        Args:
+            sequence: The cut of a row's tokens.
+            part: Slice of the model on the rank.
+            job: The job, of which precision and the documents of a row matter here.
+        """
+
     def why_no_sequence_ranks(self) -> str | None:
         """Return why the sequence cannot be split, and the fix; None if it can."""
 

@@ -27,11 +27,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from par_layers import Context, Mask, Tokens
+from par_layers import Mask
 
 from ..._torch_private import storage_key
-from ...costs.sequence import CAUSAL, RankAttention
+from ...costs.sequence import RankAttention
 from ...inputs import NumberWidths
+from .recording import RecordingContext
 
 ROWS = 2
 """Rows of a traced batch: what has a single one is the same for all of them."""
@@ -55,6 +56,7 @@ class SavedActivations:
         experts: Part of these bytes that experts save, by layout.
         whole_heads: Attentions with all heads on every tensor rank, as traced over sequence ranks.
         cut_heads: Attentions with heads that tensor ranks split.
+        passed: Bytes of the states that each recurrent layer passes to the next sequence rank.
     """
 
     residual: float = 0.0
@@ -67,6 +69,7 @@ class SavedActivations:
     experts: dict[str, float] = field(default_factory=dict)
     whole_heads: list[RankAttention] = field(default_factory=list)
     cut_heads: list[RankAttention] = field(default_factory=list)
+    passed: list[float] = field(default_factory=list)
 
     def attentions(self, ranks: int) -> list[RankAttention]:
         """Return the attentions on each tensor rank; key heads are copied if there are fewer heads than ranks.
@@ -133,7 +136,7 @@ def trace_saved(
     *,
     packed: bool = False,
     masked: bool = False,
-    over_ranks: bool = False,
+    over_ranks: RecordingContext | None = None,
 ) -> dict[int, SavedActivations]:
     """Return the saved activations by layer; -1 is the part before the layers, `layers` the part after them.
 
@@ -142,12 +145,12 @@ def trace_saved(
     Args:
         model: Hugging Face Transformers model on the meta device; it is not changed.
         roles: Modules that a tensor-parallel plan shards.
-        context: Number of tokens in a row.
+        context: Number of tokens in a row; over sequence ranks, of those on one rank.
         numbers: Widths of numbers.
         experts_per_token: Number of experts that a token is routed to. Default: 1.
         packed: Whether rows hold several documents with separate positions. Default: False.
         masked: Whether attention receives a mask that separates documents. Default: False.
-        over_ranks: Whether a `par_layers.Context` computes attention, as over sequence ranks. Default: False.
+        over_ranks: Context of the model, as over sequence ranks. Default: None, one rank.
 
     Raises:
         ValueError: The forward cannot be followed without memory, or the model cannot attend over ranks.
@@ -161,18 +164,19 @@ def trace_saved(
     # The layers are traced without recomputation: a policy later chooses among the tensors that they would save.
     trace = _ForwardTrace(traced, roles, numbers, experts_per_token, masked=masked)
     ids = torch.zeros(ROWS, context, dtype=torch.int64, device="meta")
-    more: dict[str, Any] = {"position_ids": torch.zeros_like(ids)} if packed or over_ranks else {}
-    if over_ranks:
-        watching = _RecordingContext(trace)
-        watching.transformers_(traced)
-        more.update(par_tokens=watching.tokens(context), attention_mask=torch.ones_like(ids))
+    more: dict[str, Any] = {"position_ids": torch.zeros_like(ids)} if packed or over_ranks is not None else {}
+    if over_ranks is not None:
+        over_ranks.attend, over_ranks.note = trace.attend_over_ranks, trace.note_states
+        # Recurrent layers ask whether the mask has padding, and a mask on the meta device would have no answer.
+        mask = torch.ones((), dtype=torch.int64).expand(ids.shape)
+        more.update(par_tokens=over_ranks.of_three(context), attention_mask=mask)
     try:
         with attention_of(trace.attend), trace.watching(), MatmulMode(numbers):
-            if not over_ranks:
+            if over_ranks is None:
                 traced.set_attn_implementation(ATTENTION)
             traced(input_ids=ids, use_cache=False, **more)
     except Exception as error:  # it is the code of any family
-        if over_ranks:
+        if over_ranks is not None:
             raise ValueError(
                 f"the sequence of {type(model).__name__} cannot be split over ranks ({error}); use these ranks for "
                 "data, tensor or pipeline parallelism"
@@ -319,6 +323,10 @@ class _ForwardTrace:
             self.keep(tensor, "keys" if is_cut else None)
         return output
 
+    def note_states(self, states: Mapping[Any, Tensor]) -> None:
+        """Count the states that a recurrent layer passes on."""
+        self.kept[self._part].passed.append(sum(state.nbytes for state in states.values()) / ROWS)
+
     def _note_constants(self, module: nn.Module, args: Any, output: Any) -> None:
         """Record outputs without a gradient from modules outside the layers, such as rotary tables.
 
@@ -374,33 +382,6 @@ class _ForwardTrace:
         for name, bytes_before in before.items():
             kept.experts[name] = kept.experts.get(name, 0.0) + getattr(kept, name) - bytes_before
         return summed
-
-
-class _RecordingContext(Context):
-    """Replacement of a sequence context that records what attention saves, and computes nothing.
-
-    Args:
-        trace: Trace that counts the saved activations of attention.
-    """
-
-    def __init__(self, trace: _ForwardTrace) -> None:
-        super().__init__(None)
-        self._trace = trace
-
-    def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        tokens: Tokens | None = None,
-        *,
-        mask: Mask = CAUSAL,
-        scale: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Return the output of attention, by its shape."""
-        del tokens, scale, sinks
-        return self._trace.attend_over_ranks(q, k, v, mask)
 
 
 class _AttentionFunction(torch.autograd.Function):

@@ -25,10 +25,10 @@ from ...experts.costs import layer_cost
 from ...experts.mixture import Mixture
 from ...inputs import NumberWidths, TrainingJob
 from ...shape import ModelSlice, ParameterCount, TensorSplit
-from .kept import SavedActivations, trace_saved
 from .shares import RankShard, in_runs, look
 from .structure import SMALL, Structure, alone
 from .towers import TowerActivations, trace_tower
+from .traces import Traces
 
 
 class PretrainedShape:
@@ -81,10 +81,10 @@ class PretrainedShape:
         has_mask = packed or (images > 0 and "token_type_ids" in takes)
         self._masked = has_mask and self.model.config._attn_implementation == "sdpa"
         # Rows with images have positions of their own in models that rotate by time, height and width.
-        self._own_positions = packed or (images > 0 and "image_grid_thw" in takes)
+        own_positions = packed or (images > 0 and "image_grid_thw" in takes)
         # Plans and traces of a large model take seconds, and a search asks for each of them thousands of times.
         self._ranks: dict[TensorSplit, RankShard | str] = {}
-        self._kept: dict[tuple[NumberWidths, bool], Mapping[int, SavedActivations]] = {}
+        self._traces = Traces(structure, self.context, packed=own_positions, masked=self._masked)
         self._towers: dict[NumberWidths, TowerActivations] = {}
         if images < 0 or (images == 0 and image_size is not None):
             raise ValueError(f"images={images}: it must be 0 or more, and positive with image_size; pass a number")
@@ -251,9 +251,10 @@ class PretrainedShape:
     ) -> tuple[float, float]:
         """Return the saved bytes without logits, and the bytes of logits."""
         is_cut, numbers = sequence.ranks > 1, job.numbers
-        rank, part, kept = self._known(split), self.part(pipeline, place), self._kept_in(numbers, over_ranks=is_cut)
-        tokens = rows * local_tokens(sequence, self.context, job.documents)
-        share = tokens / self.context
+        rank, part, local = self._known(split), self.part(pipeline, place), self._local(sequence, job)
+        trace = self._traces.over_ranks(numbers, local) if is_cut else self._traces.alone(numbers)
+        kept, tokens = trace.layers, rows * local
+        share = tokens / trace.tokens
         layers = []
         structure = self._structure
         for sample, own, has in zip(structure.samples, rank.kinds, structure.have_experts, strict=True):
@@ -303,7 +304,7 @@ class PretrainedShape:
             # On one sequence rank only the number of attentions matters, because nothing is sent.
             alike = RankAttention(heads=heads, key_heads=heads, width=1, key_width=1)
             return {alike: max(1, part.blocks)}
-        kept, found = self._kept_over_ranks(), Counter[RankAttention]()
+        kept, found = self._traces.any_over_ranks().layers, Counter[RankAttention]()
         for run in part.runs:
             for kind, times in run:
                 for attention in kept[self._structure.samples[kind]].attentions(split.ranks):
@@ -313,15 +314,31 @@ class PretrainedShape:
     def why_no_sequence_ranks(self) -> str | None:
         """Return why the sequence cannot be split, and the fix; None if it can."""
         try:
-            self._kept_over_ranks()
+            self._traces.any_over_ranks()
         except ValueError as error:
             return str(error)
         return None
 
-    def _kept_over_ranks(self) -> Mapping[int, SavedActivations]:
-        """Return saved activations and attentions, for any element width."""
-        known = next((kept for (_, over_ranks), kept in self._kept.items() if over_ranks), None)
-        return self._kept_in(NumberWidths(), over_ranks=True) if known is None else known
+    @property
+    def passes_states(self) -> bool:
+        """Whether recurrent layers pass states from each sequence rank to the next."""
+        return bool(self._traces.recurrent)
+
+    def states(self, sequence: SequenceSplit, part: ModelSlice, job: TrainingJob) -> list[float]:
+        """Return the bytes per row that each recurrent layer passes to the next sequence rank.
+
+        Tensor ranks do not split these layers, so each tensor rank passes all of its states.
+        """
+        if sequence.ranks == 1 or not self.passes_states:
+            return []
+        layers, samples = (
+            self._traces.over_ranks(job.numbers, self._local(sequence, job)).layers,
+            self._structure.samples,
+        )
+        return [size for run in part.runs for kind, times in run for size in layers[samples[kind]].passed * times]
+
+    def _local(self, sequence: SequenceSplit, job: TrainingJob) -> int:
+        return local_tokens(sequence, self.context, job.documents)
 
     def _logits(self, split: TensorSplit, numbers: NumberWidths, place: PipelineRank, tokens: float) -> float:
         """Return the bytes of logits at the beginning of backward.
@@ -416,21 +433,6 @@ class PretrainedShape:
         if numbers not in self._towers:
             self._towers[numbers] = trace_tower(self.model, self.images, self.image_size, self.context, numbers)
         return self._towers[numbers]
-
-    def _kept_in(self, numbers: NumberWidths, *, over_ranks: bool) -> Mapping[int, SavedActivations]:
-        """Return saved activations by layer; over sequence ranks, attention saves no mask."""
-        if (numbers, over_ranks) not in self._kept:
-            self._kept[numbers, over_ranks] = trace_saved(
-                self.model,
-                self._structure.roles,
-                self.context,
-                numbers,
-                self._structure.experts_per_token,
-                packed=self._own_positions,
-                masked=self._masked and not over_ranks,
-                over_ranks=over_ranks,
-            )
-        return self._kept[numbers, over_ranks]
 
     def _known(self, split: TensorSplit) -> RankShard:
         found = self._rank(split)
