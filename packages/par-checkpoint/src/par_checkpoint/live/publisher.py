@@ -186,7 +186,7 @@ class Publisher:
     def close(self) -> None:
         """End the threads of this rank, after the updates that they send. Generators keep what they have.
 
-        If a generator was killed while it connected, the end of its update takes up to the timeout.
+        If a generator was killed while it connected or within a message, its update takes up to the timeout to end.
 
         Once a rank has closed its publisher, no rank begins another update.
         """
