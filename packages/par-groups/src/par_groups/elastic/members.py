@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import queue
 import threading
 import time
 from collections.abc import Mapping
@@ -83,6 +84,8 @@ class Members:
         self._store = dist.PrefixStore(self._prefix, self._connect())  # type: ignore[attr-defined]
         self._line = KeeperLink.inherited(int(variables[LINE]))
         let_waits_end(lambda: None if self._broken.is_set() else self.epoch)
+        self._ended: queue.SimpleQueue[list[dist.ProcessGroup]] = queue.SimpleQueue()
+        threading.Thread(target=free_groups, args=(self._ended,), daemon=True, name="members-groups").start()
         threading.Thread(target=self._listen, daemon=True, name="members").start()
         atexit.register(self.close)  # ends torch.distributed in the epoch of that time
 
@@ -145,9 +148,8 @@ class Members:
     def close(self) -> None:
         """Leave the current epoch for good and end torch.distributed. A second call does nothing."""
         if self._environment is not None:
-            groups = list(groups_by_name().values())
+            self._ended.put(list(groups_by_name().values()))
             self._environment.close()
-            free_groups(groups)
             self._environment = None
 
     def report(self) -> None:

@@ -108,27 +108,28 @@ class _MessageWaiter:
                 self._results.put(self._wait(work, timeout))
             except RuntimeError as error:
                 self._results.put(error)
+            del work  # its buffer would stay until the next message
 
 
 def _left_error() -> RuntimeError:
     return dist.DistNetworkError("a rank is lost, and gloo does not end the call; the epoch has ended")
 
 
-def free_groups(groups: list[dist.ProcessGroup]) -> None:
-    """Release groups in a thread, each one once nobody else refers to it.
+def free_groups(ended: "queue.SimpleQueue[list[dist.ProcessGroup]]") -> None:
+    """Release groups that have ended, each one once nobody else refers to it. It never returns: it is a thread's work.
 
     The destructor of a gloo group waits for its calls, so the thread of the program must not be the last one that
     refers to it.
 
     Args:
-        groups: The only list of the groups.
+        ended: Lists of groups, to which nobody else refers.
     """
-
-    def free() -> None:
-        pause = 0.1
-        while groups:
-            time.sleep(pause)
-            pause = min(2 * pause, 10)
-            groups[:] = [group for group in groups if sys.getrefcount(group) > _OWN_REFERENCES]
-
-    threading.Thread(target=free, daemon=True, name="par_groups-groups").start()
+    groups: list[dist.ProcessGroup] = []
+    while True:
+        with suppress(queue.Empty):
+            groups += ended.get(timeout=1 if groups else None)
+        free = [group for group in groups if sys.getrefcount(group) <= _OWN_REFERENCES]
+        groups = [group for group in groups if not any(group is each for each in free)]
+        while free:
+            # One thread for each, as one destructor may take as long as the timeout of its group.
+            threading.Thread(target=[free.pop()].clear, daemon=True, name="par_groups-group").start()
