@@ -101,23 +101,28 @@ def wrappers_of(modules: dict[str, nn.Module], rules: dict[str, Style]) -> dict[
                 )
         elif _is_of_peft(module) and not _is_in_peft(name, modules):
             raise TypeError(
-                f"{name!r} is {who}, which peft puts around a module without saying what it computes with this rank's "
-                "heads; use LoRA"
+                f"{name!r} is {who} of the kind {tuner_of(module)}, which peft puts around a module without saying "
+                "what it computes with this rank's heads; use LoRA"
             )
         style = rules.get(name)
         if style is None or not isinstance(getattr(module, "base_layer", None), nn.Module):
             continue
-        if isinstance(style, (EmbeddingParallel, ExpertTensorParallel, ExpertParallel)) or (
-            isinstance(style, ColumnParallel) and style.gather
-        ):
+        is_linear = isinstance(style, (ColumnParallel, RowParallel))
+        is_other = isinstance(style, (EmbeddingParallel, ExpertTensorParallel, ExpertParallel))
+        # Modules that differ are told apart by their package: most tuners of peft call their wrapper `Linear`.
+        tuner = tuner_of(module)
+        if (is_linear or is_other) and tuner != "lora":
+            raise TypeError(
+                f"{name!r} has an adapter of the kind {tuner} ({who}), which tensor ranks cannot split; use LoRA, or "
+                "train without tensor ranks"
+            )
+        if is_other or (isinstance(style, ColumnParallel) and style.gather):
             raise TypeError(
                 f"{name!r} has an adapter ({who}) on an embedding, a head or experts, which cannot be cut; choose "
                 "target_modules among the linears of the layers"
             )
-        if not isinstance(style, (ColumnParallel, RowParallel)):
+        if not is_linear:
             continue
-        if not _names(module, "lora_A"):
-            raise TypeError(f"{name!r} has an adapter of the kind {who}, which cannot be cut; LoRA can")
         if isinstance(style, RowParallel) and style.split:
             raise TypeError(f"{name!r} has an adapter around a Row that splits its input; choose other target_modules")
         magnitudes = _names(module, "lora_magnitude_vector")
@@ -186,21 +191,32 @@ class _NormOverRanks:
         return squares.sqrt()
 
 
-def check_prompts(model: nn.Module) -> None:
-    """Check that a PeftModel adds no keys and values of its own to attentions that are going to be cut.
+def kind_of(model: Any) -> str:
+    """Return the kind of adapter of a PeftModel, as peft names it, such as "LORA"; "" for any other model."""
+    return str(getattr(getattr(model, "peft_type", None), "value", ""))
+
+
+def check_kind(model: nn.Module) -> None:
+    """Check that a model that is going to be split has no adapter that adds something of its own around its linears.
 
     Args:
         model: A PeftModel, or any other model.
 
     Raises:
-        TypeError: It does, as prefix tuning: they are those of all heads, and a rank has some of them.
+        TypeError: The adapter adds keys and values of all heads, of which a rank has some, wraps complete layers, or
+            has a classifier whose gradient each rank has a part of.
     """
-    config = getattr(model, "active_peft_config", None) if base_model(model) is not model else None
-    kind = str(getattr(getattr(config, "peft_type", None), "value", ""))
+    kind, who = kind_of(model), f"this {type(model).__name__}"
     if kind in ("PREFIX_TUNING", "CARTRIDGE"):
         raise TypeError(
-            f"this {type(model).__name__} adds keys and values for all heads ({kind}), of which a tensor rank has "
-            "some; use LoRA or prompt tuning"
+            f"{who} adds keys and values for all heads ({kind}), of which a tensor rank has some; use LoRA or prompt "
+            "tuning"
+        )
+    if kind == "SHADOW":
+        raise TypeError(f"{who} wraps complete layers ({kind}), in which no plan finds the linears; use LoRA")
+    if kind == "XLORA":
+        raise TypeError(
+            f"{who} scales adapters by a classifier ({kind}), of whose gradient a tensor rank has a part; use LoRA"
         )
 
 
@@ -216,6 +232,14 @@ def replicate_prompts_(model: nn.Module, grid: Grid) -> None:
     for parameter in model.parameters():
         if not attributes.SHARDING.is_on(parameter):
             set_sharding(parameter, whole(parameter.shape, grid.copies(())))
+
+
+def tuner_of(module: nn.Module) -> str:
+    """Return the kind of a module with a `base_layer` by its package in peft: "lora", "oft", "vblora" and so on."""
+    _, _, inside = type(module).__module__.partition("peft.tuners.")
+    if _names(module, "lora_A") and not inside:
+        return "lora"  # the attributes decide for classes of others
+    return inside.split(".")[0] or type(module).__name__
 
 
 def _is_of_peft(module: nn.Module) -> bool:

@@ -75,7 +75,10 @@ def guard_(model: nn.Module, *, sharded_logits: bool) -> None:
         model: A sharded model.
         sharded_logits: Whether its logits are always sharded, so that it cannot generate.
     """
-    part = "would write this rank's part alone; use par_checkpoint.save(path, model=model)"
+    fix = "par_checkpoint.save(path, model=model)"
+    if getattr(model, "peft_config", None):
+        fix = "Strategy.save(model, path, plan='peft') of par-train"
+    part = f"would write this rank's part alone; use {fix}"
     whole = "would make whole weights in a model that is cut; do it before parallelize"
     reasons = {
         "save_pretrained": part,

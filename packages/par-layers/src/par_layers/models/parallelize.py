@@ -16,7 +16,7 @@ from ..layers.parallel_layer import RECORDS_OF_MODULE, ParallelLayer
 from ..modes.grid import EXPERTS
 from ..modes.layout import ActivationLayout
 from ..modes.rules import ParallelMatmul
-from .adapters import adopt_magnitudes_, base_model, check_prompts, replicate_prompts_, wrapper_around
+from .adapters import adopt_magnitudes_, base_model, check_kind, replicate_prompts_, wrapper_around
 from .counts import LocalConfig
 from .cutting import ShardingRecords, keep_part_, make_alike_
 from .dropout import AdoptedDropout, SameDraws, adopt_dropout_, has_dropout
@@ -109,7 +109,7 @@ def parallelize(
             raise ValueError(f"logits={logits!r}: unknown layout; pass 'auto', 'full' or 'sharded'")
         before = parallelization_of(inner)
         if before is None:
-            check_prompts(model)
+            check_kind(model)
             check_whole(inner)
             ways: dict[str, Any] = {"shares_inputs": not rules.lanes.in_layers, "expert_lanes": rules.expert_lanes}
             found = survey(inner, plan, grid, sequence=bool(rules.residual.sequence), **ways)
