@@ -11,6 +11,7 @@ import torch.distributed as dist
 from par_groups import part_of
 from par_testing import storm
 from par_train import Strategy
+from par_zero import summon
 
 from . import tiny_llama
 from .tiny_llama import WORDS
@@ -78,7 +79,7 @@ def made(strategy, base, adapter):
     return strategy.initialize(model, torch.optim.SGD(trained, lr=0.3, momentum=0.9))
 
 
-def train(strategy, model, optimizer, first=0, stop=STEPS):
+def train(strategy, model, optimizer, first=0, stop=STEPS, adapters=("lora_",)):
     replica, replicas = strategy.groups.rank("data"), strategy.groups.size("data")
     rows = slice(replica * 8 // replicas, (replica + 1) * 8 // replicas)
     model.train()
@@ -89,7 +90,8 @@ def train(strategy, model, optimizer, first=0, stop=STEPS):
         dist.all_reduce(loss, group=strategy.groups["data"])
         losses.append(loss.item() / replicas)
         optimizer.step()
-        assert all("lora_" in name for name, each in model.named_parameters() if each.grad is not None)
+        changed = [name for name, each in model.named_parameters() if each.grad is not None]
+        assert all(any(kind in name for kind in adapters) for name in changed)
         optimizer.zero_grad()
     return losses
 
@@ -306,6 +308,78 @@ def test_what_peft_trains_is_saved_or_refused(tmp_path):
         optimizer.step()
         for found, expected in zip(model.prompt_encoder.parameters(), whole.prompt_encoder.parameters(), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.ranks(2, timeout=240)
+def test_modules_trained_in_full_are_saved_as_peft_saves_them(tmp_path):
+    write_base(tmp_path / "base", num_hidden_layers=1)
+
+    def adapted():
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        return peft.get_peft_model(model, lora(modules_to_save=["norm", "lm_head"]))
+
+    reference = adapted()
+    expected = train_plainly(reference)
+    for name, options in {"stage 1": {"zero": 1}, "stage 3": {"zero": 3}}.items():
+        with Strategy(**options, seed=3) as strategy:
+            model = adapted()
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            model, optimizer = strategy.initialize(model, torch.optim.SGD(trained, lr=0.3, momentum=0.9))
+            losses = train(strategy, model, optimizer, adapters=("lora_", "modules_to_save"))
+            assert losses == pytest.approx(expected, rel=TOLERANCE), name
+            strategy.save(model, tmp_path / name, plan="peft")
+            with pytest.raises(ValueError, match=r"norm.* is trained in full next to the adapters \(modules_to_save\)"):
+                strategy.save(model, tmp_path / "merged", plan="merged")
+            strategy.checkpoints(tmp_path / f"{name} run", plan="peft").save(1)
+            with torch.no_grad():
+                drawn = adapted()
+            again = strategy.initialize(drawn)
+            strategy.load(again, tmp_path / name, plan="peft")
+            ids = next(batches())["input_ids"]
+            with torch.no_grad():
+                torch.testing.assert_close(again.eval()(ids).logits, model.eval()(ids).logits)
+        if dist.get_rank() == 0:
+            files = safetensors.torch.load_file(tmp_path / name / "adapter_model.safetensors")
+            assert_near(files, peft.get_peft_model_state_dict(reference))
+            assert sum("lora_" not in key for key in files) == 4  # three norms and the head
+            assert_near(saved_adapters(tmp_path / name, tmp_path / "base"), peft.get_peft_model_state_dict(reference))
+        dist.barrier()
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_save_pretrained_of_freed_parameters_is_refused(tmp_path):
+    write_base(tmp_path / "base", num_hidden_layers=1)
+    folder = tmp_path / f"rank {dist.get_rank()}"
+    with Strategy(zero=3, seed=3) as strategy:
+        model, _ = made(strategy, tmp_path / "base", lora())
+        bare = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        wrapped = strategy.initialize(peft.get_peft_model(bare, lora(modules_to_save=["lm_head"])))
+        plain = strategy.initialize(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
+        for sharded, call in (
+            (model, r"save\(model, path, plan='peft'\)"),
+            (wrapped, r"save\(model, path, plan='peft'\)"),
+            (wrapped.get_base_model(), r"save\(model, path, plan='peft'\)"),
+            (plain, r"save\(model, path\)"),
+        ):
+            with pytest.raises(RuntimeError, match=f"save_pretrained needs full parameters, and ZeRO 3 .*{call}, or"):
+                sharded.save_pretrained(folder)
+            with pytest.raises(RuntimeError, match=r"is pickled or saved outside of summon"):
+                torch.save(sharded.state_dict(), tmp_path / "state")
+        assert not folder.exists()
+        for number, sharded in enumerate((wrapped, plain)):
+            with summon(sharded):
+                sharded.save_pretrained(folder / str(number))
+                state = {name: tensor.clone() for name, tensor in sharded.state_dict().items()}
+            sharded.save_pretrained(folder / f"state {number}", state_dict=state)
+        strategy.save(wrapped, tmp_path / "ours", plan="peft")
+    if dist.get_rank() == 0:  # transformers writes on this rank only
+        for name in ("0/adapter_model", "1/model"):
+            one, other = (safetensors.torch.load_file(folder / f"{part}{name}.safetensors") for part in ("", "state "))
+            assert_near(one, other)
+        found, expected = (saved_adapters(part, tmp_path / "base") for part in (folder / "0", tmp_path / "ours"))
+        assert_near(found, expected)
+        assert_near(opened(folder / "1").state_dict(), opened(tmp_path / "base").state_dict())
 
 
 @pytest.mark.ranks(2, timeout=120)

@@ -6,10 +6,12 @@ weighs the losses of routers in a step of several batches. `sample` continues pr
 """
 
 from ..context.existing.documents import check_packed_rows
+from ..models.adapters import kind_of
 from .adapters import (
     adapter_tensors,
     adapters_in,
     base_name,
+    check_adapter,
     check_all_saved,
     draw_adapters_,
     has_adapters,
@@ -46,6 +48,7 @@ __all__ = [
     "balance_factor",
     "base_name",
     "causal_lm_loss",
+    "check_adapter",
     "check_all_saved",
     "check_floating",
     "check_packed_rows",
@@ -55,6 +58,7 @@ __all__ = [
     "has_adapters",
     "inject_adapters_",
     "joined_rows",
+    "kind_of",
     "logits_of",
     "make_batch_splitter",
     "make_on_meta",

@@ -18,6 +18,7 @@ from par_groups import sharding_of
 
 from .._initialize import seed_of
 from .._initialize_existing import fill_shard_
+from ..models.adapters import kind_of
 from .causal import pretrained_of
 
 PREFIX = "base_model.model."
@@ -25,6 +26,9 @@ PREFIX = "base_model.model."
 
 CONFIG = "adapter_config.json"
 """The file of a LoraConfig in a folder of peft's."""
+
+_TRAINED_IN_FULL = re.compile(r"(?:base_model\.model\.)?(.+)\.modules_to_save\.[^.]+\.(.+)")
+"""Name of a parameter of a module that peft trains in full, such as the head of a classifier."""
 
 _REFUSED = {
     "modules_to_save": "modules that are trained whole would need records of their own",
@@ -131,14 +135,15 @@ def adapters_in(model: nn.Module) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
         who = f"{name!r} ({type(module).__name__})"
-        if isinstance(getattr(module, "modules_to_save", None), nn.ModuleDict):
-            raise TypeError(f"{who} is trained whole beside its adapters (modules_to_save); leave that out")
         base = getattr(module, "base_layer", None)
         if not isinstance(base, nn.Module):
             continue
         pairs: Any = getattr(module, "lora_A", None)
         if not isinstance(pairs, nn.ModuleDict) or getattr(module, "lora_embedding_A", None):
-            raise TypeError(f"{who} is no LoRA around a linear, which alone can be trained and saved here; use that")
+            raise TypeError(
+                f"{who} is no LoRA around a linear, and no other adapter is loaded, saved or merged here; use LoRA, or "
+                "call the model's save_pretrained within par_zero.summon(model)"
+            )
         if getattr(module, "lora_variant", None) and not getattr(module, "lora_magnitude_vector", None):
             raise TypeError(f"{who} is a variant of LoRA other than DoRA; use plain LoRA, rsLoRA or DoRA")
         if module is output or base is output:
@@ -153,6 +158,35 @@ def adapters_in(model: nn.Module) -> dict[str, Any]:
             raise ValueError(f"{who} has its adapter merged into its weight; call unmerge_adapter() before")
         found[name.removeprefix(PREFIX)] = module
     return found
+
+
+def check_adapter(model: Any, *, replicas: int, frees: bool) -> None:
+    """Check that an adapter of a PeftModel computes on several data-parallel ranks what it computes on one.
+
+    Args:
+        model: A PeftModel, or any other model.
+        replicas: Number of ranks that see different rows of a batch.
+        frees: Whether parameters are freed outside of the forward of their module, as at stage 3.
+
+    Raises:
+        TypeError: It does not.
+    """
+    kind, who = kind_of(model), type(model).__name__
+    if kind == "CPT":
+        raise TypeError(
+            f"this {who} has an adapter of the kind CPT, which gives its parameters other memory in each forward, "
+            "where the optimizer would not reach them; use prompt tuning"
+        )
+    if kind == "LILY" and replicas > 1:
+        raise TypeError(
+            f"this {who} has an adapter of the kind LILY, which mixes its matrices by an average over all tokens of a "
+            f"batch, of which each of the {replicas} data-parallel ranks sees some; use LoRA"
+        )
+    if kind == "CARTRIDGE" and frees and model.active_peft_config.num_frozen_tokens:
+        raise TypeError(
+            f"this {who} has an adapter of the kind CARTRIDGE, whose frozen tokens are read outside of their module, "
+            "where ZeRO 3 frees them; use a stage below 3, or num_frozen_tokens=0"
+        )
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -205,11 +239,17 @@ def base_name(name: str) -> str:
     if _name_in_files(name) is not None:
         return name
     # Wrappers of several parameters of one module, such as packed experts, are nested.
-    return re.sub(r"(\.base_layer)+\.", ".", name.removeprefix(PREFIX))
+    return re.sub(r"(\.base_layer|\.original_module)+\.", ".", name.removeprefix(PREFIX))
 
 
 def _name_in_files(name: str) -> str | None:
-    """Return the name of an adapter's tensor in peft's files, which omit the adapter's name; None for other tensors."""
+    """Return the name of an adapter's tensor in peft's files, which omit the adapter's name; None for other tensors.
+
+    The files hold modules that are trained in full next to the adapters, too.
+    """
+    full = _TRAINED_IN_FULL.fullmatch(name)
+    if full is not None:
+        return f"{PREFIX}{full[1]}.{full[2]}"
     found = re.fullmatch(r"(?:base_model\.model\.)?(.+\.lora_(A|B|magnitude_vector))\.[^.]+\.(weight|bias)", name)
     if found is None:
         return None

@@ -20,7 +20,8 @@ def merged_tensors(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
         device: Device from which ranks send their shards.
 
     Raises:
-        ValueError: The adapters are DoRA, around a bare parameter, such as packed experts, or around packed weights.
+        ValueError: The adapters are DoRA, around a bare parameter, such as packed experts, around packed weights, or
+            next to modules that are trained in full.
     """
     if config_of(model).use_dora:
         raise ValueError(
@@ -39,6 +40,12 @@ def merged_tensors(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
         raise ValueError(
             f"the adapter of {bare!r} is around a bare parameter, which no rank merges; save the adapters with "
             "plan='peft', open them with peft, and call merge_and_unload() there"
+        )
+    full = next((name for name in adapter_tensors(model) if ".lora_" not in name), None)
+    if full is not None:
+        raise ValueError(
+            f"{full!r} is trained in full next to the adapters (modules_to_save), and no rank replaces the weight "
+            "below it; save the adapters with plan='peft', open them with peft, and call merge_and_unload() there"
         )
     packed = next(iter(packed_weights(model)), None)
     if packed is not None:

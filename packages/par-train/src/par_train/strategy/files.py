@@ -9,7 +9,7 @@ from weakref import ReferenceType, ref
 from par_checkpoint import Checkpoints, Format, Save, Tiers, Transfer, load, load_torch_file, save, save_torch_file
 from par_data import LoaderPosition, ShardedDataLoader, StepRandomness, gather_random_states, restore_random_states
 from par_groups import agree, check_alike, packed_weights, together
-from par_layers.pretrained import check_all_saved, has_adapters
+from par_layers.pretrained import check_all_saved, has_adapters, kind_of
 from par_precision import MixedOptimizer
 
 from .bundles import ModelBundle
@@ -347,7 +347,7 @@ class StrategyFiles(Setup):
         elif not kinds or obj is None:
             problem = ValueError(f"this {type(obj).__name__} is not from initialize(); pass an object that it returned")
         elif plan in ("peft", "merged") and not (kinds[0] == "model" and has_adapters(obj)):
-            problem = ValueError(f"plan={plan!r}: this {type(obj).__name__} has no adapters; use plan='huggingface'")
+            problem = _no_adapters(plan, obj)
         check_alike(agree(problem, f"{kinds} {plan}", None), "objects and plans")
         return kinds[0], {kinds[0]: obj}
 
@@ -366,10 +366,18 @@ def _parts(bundle: ModelBundle, plan: str, form: Format) -> dict[str, Any]:
     return {"model": model, "optimizer": bundle.optimizer, "scheduler": scheduler, "format": form}
 
 
+def _no_adapters(plan: str, model: Any) -> ValueError:
+    """Return the error of a plan for adapters that a model lacks, or has of another kind."""
+    who, kind = f"plan={plan!r}: this {type(model).__name__} has", kind_of(model)
+    if not kind:
+        return ValueError(f"{who} no adapters; use plan='huggingface'")
+    return ValueError(f"{who} an adapter of the kind {kind}; call its save_pretrained within par_zero.summon(model)")
+
+
 def _check_plan(bundle: ModelBundle, plan: str) -> None:
     """Raise ValueError if a checkpoint of this plan would lack weights of the models."""
     if plan == "peft" and not any(map(has_adapters, bundle.models)):  # the checkpoint would have no weights at all
-        raise ValueError(f"plan={plan!r}: this {type(bundle.module).__name__} has no adapters; use plan='huggingface'")
+        raise _no_adapters(plan, bundle.module)
     if plan == "peft":
         check_all_saved(bundle.module)
     packed = next(iter(packed_weights(bundle.module)), None)

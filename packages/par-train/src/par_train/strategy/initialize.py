@@ -11,7 +11,14 @@ from torch.utils.data import DataLoader
 from par_data import ShardedDataLoader, WorkerSignals, check_order
 from par_groups import agree, check_alike, replica_axes, together
 from par_layers import LossFactor, adds_losses
-from par_layers.pretrained import attend_over_, check_pretrained, pretrained_in, pretrained_of, reaches_other_tokens
+from par_layers.pretrained import (
+    attend_over_,
+    check_adapter,
+    check_pretrained,
+    pretrained_in,
+    pretrained_of,
+    reaches_other_tokens,
+)
 from par_pipeline import build_model_stages
 from par_precision import MixedOptimizer
 from par_zero import check_update_scope
@@ -67,7 +74,7 @@ def check_objects(
             for model in bundle.models if context is not None else ():
                 trained = bundle.optimizer is not None
                 check_pretrained(model, strategy.context, tensor_ranks=groups.size("tensor"), trained=trained)
-        _check_stages(models, strategy)
+        _check_models(models, strategy)
         replicas, axes = groups.size(strategy.data_axes), replica_axes(groups.topology)
         is_broadcast = strategy.options.broadcast_batches and groups.size(axes) > 1
         for given in (given for given in objects if isinstance(given, DataLoader)):
@@ -113,9 +120,14 @@ def check_objects(
     return objects, bundles, loaders
 
 
-def _check_stages(models: Sequence[nn.Module], strategy: Setup) -> None:
-    """Check that transformers models can be split into stages, by splitting them: that changes no model."""
+def _check_models(models: Sequence[nn.Module], strategy: Setup) -> None:
+    """Check the adapters of models, and that transformers models can be split into stages, by splitting them.
+
+    That changes no model.
+    """
+    replicas = strategy.groups.size(strategy.data_axes)
     for model in models:
+        check_adapter(model, replicas=replicas, frees=strategy.options.stage == 3)
         if strategy.schedule is not None and pretrained_of(model) is model:
             build_model_stages(model, strategy.schedule, strategy.groups.rank("pipeline"))
 

@@ -37,6 +37,7 @@ from .experts import share_of_experts
 from .handlers import kinds_of
 from .options import StrategyOptions
 from .plugin import Plugin, check_support, find_plugin, in_order
+from .pretrained.files import guard_saves_
 from .settings import policy_of
 from .setup import Setup
 
@@ -320,7 +321,10 @@ class ZeroPlugin(Plugin):
         if strategy.groups.size("tensor") > 1 and needs_full_tensors(optimizer, options.zero_policy("update")):
             check_partial_sums(model, strategy.groups)
             keywords["update"] = {"tensor_group": strategy.groups["tensor"], **options.zero_policy("update")}
-        return shard(model, optimizer, group=group, **keywords)[0]
+        model = shard(model, optimizer, group=group, **keywords)[0]
+        if options.stage == 3:
+            guard_saves_(model)
+        return model
 
 
 def _is_abstract(model: nn.Module) -> bool:

@@ -17,6 +17,7 @@ from par_layers.pretrained import (
     adapter_tensors,
     adapters_in,
     check_all_saved,
+    has_adapters,
     merged_tensors,
     pretrained_of,
     write_config,
@@ -73,6 +74,48 @@ def save_merged(model: nn.Module, path: PathLike, size: int, device: torch.devic
         device: Device from which ranks send their shards.
     """
     save(path, model=_Merged(merged_tensors(model, device), model), overwrite=True, format=Format(max_shard_size=size))
+
+
+def guard_saves_(model: nn.Module) -> None:
+    """Let methods of transformers and peft that write a model raise an error while ZeRO 3 has freed its parameters.
+
+    safetensors reads the memory of a tensor past torch, and would write what lies behind this rank's shard.
+
+    Args:
+        model: Sharded model. The methods are replaced on it and on the models within it.
+    """
+    for module in model.modules():
+        for name in ("save_pretrained", "push_to_hub"):
+            if hasattr(type(module), name) and name not in module.__dict__:
+                module.__dict__[name] = _WholeSave(module, name)
+
+
+class _WholeSave:
+    """Replacement of a method that writes the full parameters of a module.
+
+    Args:
+        module: A model of transformers or peft.
+        name: Name of the method.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module, self._name = module, name
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        """Call the method if this rank has the full parameters, as within `par_zero.summon`.
+
+        Raises:
+            RuntimeError: A parameter is freed.
+        """
+        tensors: Mapping[str, Any] = keywords.get("state_dict") or dict(self._module.named_parameters())
+        freed = next((name for name, tensor in tensors.items() if attributes.PART.of(tensor) is not None), None)
+        if freed is not None:
+            plan = ", plan='peft'" if has_adapters(self._module) else ""
+            raise RuntimeError(
+                f"{self._name} needs full parameters, and ZeRO 3 keeps a part of {freed!r} on each rank; use "
+                f"Strategy.save(model, path{plan}), or call {self._name} within par_zero.summon(model)"
+            )
+        return getattr(type(self._module), self._name)(self._module, *args, **keywords)
 
 
 class _Merged(nn.Module):
