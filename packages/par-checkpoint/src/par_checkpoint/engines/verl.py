@@ -23,14 +23,12 @@ from ..live.receiver import Staged
 from ..live.rendezvous import Rendezvous
 from ..state.state import State
 from . import MISSING
-from .weights import EngineWeights, tensors_of
+from .weights import PAUSE, EngineWeights, tensors_of
 
 try:
     from verl.checkpoint_engine.base import CheckpointEngineRegistry, CheckpointEngineWithCache
 except ImportError as error:
     raise ImportError(MISSING.format(name="verl")) from error
-
-_PAUSE = 0.02  # seconds between two looks for a version
 
 
 @CheckpointEngineRegistry.register("par")
@@ -143,5 +141,5 @@ class PublishedCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[misc
         deadline = time.monotonic() + self._timeout
         while (staged := self._weights.poll(version)) is None:
             self._weights.check(version, deadline)
-            await asyncio.sleep(_PAUSE)
+            await asyncio.sleep(PAUSE)
         return staged

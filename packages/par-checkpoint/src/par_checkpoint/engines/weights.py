@@ -11,7 +11,7 @@ from ..live.rendezvous import Rendezvous
 from ..state.state import State
 from ..tools.inspect import inspect
 
-_PAUSE = 0.02  # seconds between two looks for a version
+PAUSE = 0.02  # seconds between two looks for a version
 
 
 class EngineWeights:
@@ -53,7 +53,7 @@ class EngineWeights:
         deadline = time.monotonic() + self._timeout
         while (staged := self.poll(version)) is None:
             self.check(version, deadline)
-            time.sleep(_PAUSE)
+            time.sleep(PAUSE)
         return staged
 
     def check(self, version: int, deadline: float) -> None:
