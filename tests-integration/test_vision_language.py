@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from par_groups import ProcessGroups, Topology, sharding_of
 from par_layers import verify_plan
-from par_layers.pretrained import cut_dict
+from par_layers.pretrained import cut_dict, pretrained_of
 from par_pipeline import PipelineError
 from par_testing import Strict, for_each, keep_fp64
 from par_train import Strategy
@@ -454,3 +454,22 @@ def test_data_ranks_accumulate_and_evaluate_different_numbers_of_images():
         optimizer.step()
         with pytest.raises(ValueError, match="'pixel_values' is missing"):
             strategy.execute_pipeline(iter([bad if mine else given_image("Llava")]), model, None, optimizer)
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_folders_of_vision_language_models_open_with_and_without_adapters(tmp_path):
+    """Transformers renames the tensors of LLaVA in its files, and an adapter's wrapper has names of its own."""
+    peft = pytest.importorskip("peft")
+    with Strategy(parallel={"tensor": {"size": 2, "mode": "1d"}}) as strategy:
+        for name in MODELS:
+            reference, targets = made(name).float(), r".*language_model.*(q_proj|o_proj|up_proj)"
+            if dist.get_rank() == 0:
+                reference.save_pretrained(tmp_path / name)
+            dist.barrier()
+            plan = QWEN3_VL if name == "Qwen3-VL" else "auto"
+            given = {key: x.float() if x.is_floating_point() else x for key, x in given_image(name).items()}
+            expected = reference(**given).loss.item()
+            for adapter in (None, peft.LoraConfig(r=2, target_modules=targets)):  # B is zero at first
+                model = strategy.from_pretrained(tmp_path / name, plan=plan, adapter=adapter)
+                assert type(pretrained_of(model)) is type(reference)
+                assert abs(model(**given).loss.item() - expected) < 1e-5, (name, adapter)  # fp32

@@ -182,7 +182,10 @@ def model_targets(
     names_on_disk = rename(names, found.names)
     shardings = {name: sharding_in(name, tensor, layout or {}) for name, tensor in found.tensors.items()}
     shapes = {name: tuple(sharding.shape) for name, sharding in shardings.items()}
-    usual = conversion_of(model, shapes) if convert is None else None
+    # Transformers knows the names without wrappers, such as those of adapters, which `names` removes.
+    usual = None
+    if convert is None:
+        usual = conversion_of(model, {names_on_disk[name]: shape for name, shape in shapes.items()})
     own = None if convert is None else checked(convert)
     aliases: dict[str, list[str]] = {}
     for name, kept in found.tied.items():
@@ -196,7 +199,8 @@ def model_targets(
         targets.same.extend((stored[0], other) for other in stored[1:])
         # The files may hold a Transformers model in the layout that it has in memory. Then nothing is converted.
         chosen = own or (None if stored else usual)
-        for segment in segments_on_disk(name, shardings[name], chosen, stored[0] if stored else in_files[0]):
+        of_model = names_on_disk[name] if own is None else name
+        for segment in segments_on_disk(of_model, shardings[name], chosen, stored[0] if stored else in_files[0]):
             targets.match(places, key_of("model", segment.name), segment.sharding, tensor, dtype)
     return targets
 

@@ -35,15 +35,20 @@ def make_on_meta(path: str, dtype: str | torch.dtype, attention: str | None) -> 
     config = transformers.AutoConfig.from_pretrained(path)
     chosen = {} if attention is None else {"attn_implementation": attention}
     own = config.dtype or torch.float32 if dtype == "auto" else dtype
+    # A model with images is in another table, and the usual one may have its text model only.
+    seeing = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    name = seeing[type(config)].__name__ if type(config) in seeing else ""
+    has_images = name and name in (config.architectures or [name])
+    auto: Any = transformers.AutoModelForImageTextToText if has_images else transformers.AutoModelForCausalLM
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=own, **chosen)
+        model = auto.from_config(config, dtype=own, **chosen)
     _widen_(model, own)
-    if (name := sees_later_tokens(model)) is not None:
+    if (later := sees_later_tokens(model)) is not None:
         made = " ".join(getattr(config, "architectures", None) or []) or config.model_type
         raise ValueError(
-            f"{path!r} holds {made}: {name!r} of a {type(model).__name__} made from it lets each token attend to later "
-            "tokens, so a causal loss would be meaningless; set is_decoder=True in its config.json to train a decoder, "
-            "or load it with transformers, pass the model to initialize(), and use a criterion of your own"
+            f"{path!r} holds {made}: {later!r} of a {type(model).__name__} made from it lets each token attend to "
+            "later tokens, so a causal loss would be meaningless; set is_decoder=True in its config.json to train a "
+            "decoder, or load it with transformers, pass the model to initialize(), and use a criterion of your own"
         )
     if Path(path, "generation_config.json").is_file():  # it has the tokens that end a text
         model.generation_config = transformers.GenerationConfig.from_pretrained(path)
