@@ -473,3 +473,17 @@ def test_folders_of_vision_language_models_open_with_and_without_adapters(tmp_pa
                 model = strategy.from_pretrained(tmp_path / name, plan=plan, adapter=adapter)
                 assert type(pretrained_of(model)) is type(reference)
                 assert abs(model(**given).loss.item() - expected) < 1e-5, (name, adapter)  # fp32
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_generate_with_images_at_stage_3_within_summon_equals_one_device():
+    """Transformers calls the encoder of images outside of the forward of the model, where its weights are shards."""
+    with keep_fp64(), Strategy(zero=3) as strategy:
+        for name in MODELS:
+            reference, model = made(name), made(name)
+            model, _ = strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0))
+            prompt = {key: x for key, x in given_image(name).items() if key != "labels"}
+            how = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+            with summon(model):
+                tokens = model.eval().generate(**prompt, **how)
+            assert tokens.equal(reference.eval().generate(**prompt, **how)), name

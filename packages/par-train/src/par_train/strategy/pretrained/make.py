@@ -92,13 +92,6 @@ def _load_base(path: PathLike, part: nn.Module, device: torch.device, dtype: tup
     """
     report = load(path, model=part, strict=False, device=device, dtype=dtype, format=Format(names=base_name))
     missing = [name for name in report.missing if ".lora_" not in name]
-    of_parameter = next((name for name in missing if not name.endswith((".weight", ".bias"))), None)
-    if of_parameter is not None and "base_layer" in of_parameter:
-        raise ValueError(
-            f"adapter has target_parameters, and the files in {os.fspath(path)!r} store {of_parameter!r} in other "
-            "tensors, which cannot be loaded below an adapter; load the model with transformers, add the adapter with "
-            "peft, and pass the PeftModel to initialize()"
-        )
     if missing or report.unexpected or report.mismatched:
         problems = [
             *(f"missing: {name}" for name in missing),
