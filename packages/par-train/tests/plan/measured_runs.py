@@ -76,7 +76,10 @@ class SavedPeak:
         self._lock = threading.Lock()
 
     def __enter__(self):
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(lambda each: _Held(each, self), lambda held: held.tensor)
+        # An output with its graph would hold the node that saves it, and no graph would be freed without a backward.
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda each: _Held(each.detach(), self), lambda held: held.tensor
+        )
         self._hooks.__enter__()
         return self
 

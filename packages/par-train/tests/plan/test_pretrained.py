@@ -204,14 +204,16 @@ def test_what_one_device_keeps():
 TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 6, "num_attention_heads": 2}
 
 
-def with_tower(family):
+def with_tower(family, side=8, context=CONTEXT, frozen=False):
     """A vision-language model whose encoder of images has more layers than its language model."""
-    text = {**TEXT, "num_hidden_layers": 3}
-    vision = transformers.SiglipVisionConfig(**TOWER, image_size=8, patch_size=4)
+    text = {**TEXT, "num_hidden_layers": 3, "max_position_embeddings": context}
+    vision = transformers.SiglipVisionConfig(**TOWER, image_size=side, patch_size=4)
     if family == "Gemma3":
         text = transformers.Gemma3TextConfig(**text, head_dim=16)
         ids = {"image_token_index": 100, "image_token_id": 100, "boi_token_index": 98, "eoi_token_index": 99}
-        config = transformers.Gemma3Config(vision_config=vision, text_config=text, mm_tokens_per_image=4, **ids)
+        config = transformers.Gemma3Config(
+            vision_config=vision, text_config=text, mm_tokens_per_image=side**2 // 16, **ids
+        )
     elif family == "Llava":
         text = transformers.LlamaConfig(**text)
         config = transformers.LlavaConfig(
@@ -231,42 +233,41 @@ def with_tower(family):
             vision_start_token_id=98,
             vision_end_token_id=99,
         )
-    return getattr(transformers, f"{family}ForConditionalGeneration")(config)
+    model = getattr(transformers, f"{family}ForConditionalGeneration")(config)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not (frozen and ("vision" in name or "visual" in name)))
+    return model
 
 
-IMAGES, TOKENS = 2, 4  # images of a row, and placeholders of an image
+IMAGES = 2  # of a row
 
 
-def vision_batch(family, rows=ROWS, images=IMAGES):
+def vision_batch(family, rows=ROWS, images=IMAGES, side=8, context=CONTEXT):
     """Rows that begin with their images."""
-    ids = batch()["input_ids"][:rows] % 90  # no placeholder
+    ids = batch(context=context)["input_ids"][:rows] % 90  # no placeholder
     given = {"input_ids": ids, "labels": ids.clone()}
     if not images:
         return given
-    ids[:, [0, 1, 2, 3, 5, 6, 7, 8]] = 100  # two images, and text between them
+    tokens = side**2 // 16
+    for start in range(0, IMAGES * (tokens + 1), tokens + 1):  # with text between them
+        ids[:, start : start + tokens] = 100
     types = (given["input_ids"] == 100).long()
     if family == "Qwen3VL":
-        pixels = torch.ones(rows * IMAGES * 16, 3 * 2 * 16)
-        more = {"mm_token_type_ids": types, "image_grid_thw": torch.tensor([[1, 4, 4]] * rows * IMAGES)}
+        pixels = torch.ones(rows * IMAGES * side**2 // 4, 3 * 2 * 16)
+        grid = torch.tensor([[1, side // 2, side // 2]] * rows * IMAGES)
+        more = {"mm_token_type_ids": types, "image_grid_thw": grid}
     else:
-        pixels, more = torch.ones(rows * IMAGES, 3, 8, 8), {"token_type_ids": types} if family == "Gemma3" else {}
+        pixels, more = torch.ones(rows * IMAGES, 3, side, side), {"token_type_ids": types} if family == "Gemma3" else {}
     return {**given, "pixel_values": pixels, **more}
 
 
 def tower_step(family, strategy, images=IMAGES, frozen=False):
     """A second step of a model: events, the most that autograd kept without logits, and what was planned."""
-
-    def made():
-        model = with_tower(family)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(not (frozen and ("vision" in name or "visual" in name)))
-        return model
-
     torch.manual_seed(0)
     with torch.device("meta"):
-        unsharded = made()
+        unsharded = with_tower(family, frozen=frozen)
     planned = strategy.plan(unsharded, batch=ROWS, context=CONTEXT, images=images)
-    model = made()
+    model = with_tower(family, frozen=frozen)
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad])
     model, optimizer = strategy.initialize(model, optimizer)
     given = vision_batch(family, ROWS // strategy.groups.size("data"), images)
@@ -388,6 +389,38 @@ def test_the_peak_of_a_step_is_logits_over_activations(tmp_path):
             assert peak_of(step, tmp_path) == pytest.approx(memory.activations + memory.logits, rel=CLOSE), (
                 checkpointing
             )
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")  # for a new name
+@pytest.mark.ranks(1, timeout=240)
+def test_recomputed_encoders_take_what_was_predicted(tmp_path):
+    """A plan leaves out what backward allocates for a moment, up to 5 % of these small layers.
+
+    Nothing else is off by more than 2 %.
+    """
+    sizes = {"side": 32, "context": 256}
+    for family, frozen in (("Llava", False), ("Llava", True), ("Gemma3", False), ("Qwen3VL", False)):
+        image_size = {"image_size": (64, 64)} if family == "Qwen3VL" else {}
+        with torch.device("meta"):
+            unsharded = with_tower(family, **sizes, frozen=frozen)
+        unsharded.gradient_checkpointing_enable({"use_reentrant": False})
+        given = vision_batch(family, **sizes)
+        with Strategy() as strategy:
+            planned = strategy.plan(unsharded, batch=ROWS, context=256, images=IMAGES, **image_size)
+            model = with_tower(family, **sizes, frozen=frozen)
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
+            model, optimizer = strategy.initialize(model.train(), optimizer)
+
+            def step(strategy=strategy, model=model, optimizer=optimizer, given=given):
+                strategy.execute_pipeline(iter([given]), model, None, optimizer)
+                optimizer.zero_grad()
+
+            step()
+            # A trained encoder saves the pixels, which are there before the step.
+            peak = peak_of(step, tmp_path) + (0 if frozen else given["pixel_values"].nbytes)
+        memory = planned.memory[0]
+        assert 0.95 < (memory.activations + memory.logits) / peak < 1.02, (family, frozen)
 
 
 @pytest.mark.ranks(2, timeout=120)

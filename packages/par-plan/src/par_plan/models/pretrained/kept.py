@@ -14,6 +14,8 @@ assumed to be routed evenly to experts.
 """
 
 import copy
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -174,7 +176,9 @@ def trace_saved(
         with attention_of(trace.attend), trace.watching(), MatmulMode(numbers):
             if over_ranks is None:
                 traced.set_attn_implementation(ATTENTION)
-            traced(input_ids=ids, use_cache=False, **more)
+            output = traced(input_ids=ids, use_cache=False, **more)
+            trace.forget_dropped()
+            del output  # whose graph was needed until here
     except Exception as error:  # it is the code of any family
         if over_ranks is not None:
             raise ValueError(
@@ -223,6 +227,10 @@ class _ForwardTrace:
         self._part, self._layouts = -1, ["whole"]
         self._seen: dict[int, object] = {}  # storages by key, kept so that no other one gets the key
         self._constant: dict[int, object] = {}
+        # What was counted for each storage that autograd saves, and who holds it.
+        self._counted: dict[int, tuple[SavedActivations, str, float]] = {}
+        self._routing: list[Any] = []  # weights of experts, which nothing else would hold
+        self._holders = defaultdict[int, list[weakref.ref[HeldTensor]]](list)
         for parameter in model.parameters():
             # Autograd also saves weights. They are counted as parameters, and not as activations.
             self._seen[storage_key(parameter)] = parameter
@@ -246,11 +254,25 @@ class _ForwardTrace:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Count all tensors that autograd saves while a context lasts."""
-        with saved_tensors_hooks(self.keep, lambda tensor: tensor), torch.enable_grad():
+
+        def pack(tensor: Tensor) -> HeldTensor:
+            held, key = HeldTensor(tensor), storage_key(tensor)
+            if (counted := self.keep(tensor)) is not None:
+                self._counted[key] = counted
+            self._holders[key].append(weakref.ref(held))
+            return held
+
+        with saved_tensors_hooks(pack, lambda held: held.tensor), torch.enable_grad():
             yield
 
-    def keep(self, tensor: Tensor, layout: str | None = None) -> Tensor:
-        """Count a saved tensor, once per storage, and return it.
+    def forget_dropped(self) -> None:
+        """Subtract what only dropped graphs saved, such as that of a last state that nobody reads."""
+        for key, (kept, layout, size) in self._counted.items():
+            if all(holder() is None for holder in self._holders[key]):
+                setattr(kept, layout, getattr(kept, layout) - size)
+
+    def keep(self, tensor: Tensor, layout: str | None = None) -> tuple[SavedActivations, str, float] | None:
+        """Count a saved tensor, once per storage, and return where and how many bytes of a row.
 
         Args:
             tensor: The tensor.
@@ -258,7 +280,7 @@ class _ForwardTrace:
         """
         key, size = storage_key(tensor), tensor.untyped_storage().nbytes()
         if key in self._seen:
-            return tensor
+            return None
         self._seen[key] = tensor.untyped_storage()
         layout = layout or self._layouts[-1]
         # A float8 matmul saves its gathered input, which sequence parallelism does not split.
@@ -267,12 +289,13 @@ class _ForwardTrace:
         if key not in self._constant:
             kept = self.kept[self._part]
             setattr(kept, layout, getattr(kept, layout) + size / ROWS)
+            return kept, layout, size / ROWS
         # A constant with one row, such as a rotary table, is shared by all rows of all microbatches.
-        elif tensor.shape[0] == 1:
+        if tensor.shape[0] == 1:
             self.kept[-1].fixed += size
         else:
             self.kept[-1].whole += size / ROWS
-        return tensor
+        return None
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *others: Any, **named: Any
@@ -358,7 +381,7 @@ class _ForwardTrace:
 
     def _experts(self, experts: Any, chosen: int, is_cut: bool, hidden: Tensor, *others: Any, **named: Any) -> Tensor:
         """Replace experts by one expert that processes all routed rows."""
-        del others, named
+        self._routing.append((others, named))
         kept = self.kept[self._part]
         before = {name: getattr(kept, name) for name in ("residual", "inner", "whole")}
         width = hidden.shape[-1]
@@ -382,6 +405,19 @@ class _ForwardTrace:
         for name, bytes_before in before.items():
             kept.experts[name] = kept.experts.get(name, 0.0) + getattr(kept, name) - bytes_before
         return summed
+
+
+class HeldTensor:
+    """A tensor that autograd saves, and that is gone once autograd drops it.
+
+    It has no graph: the output of a softmax would hold the node that saves it, and a dropped graph would stay.
+
+    Args:
+        tensor: The tensor.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()
 
 
 class _AttentionFunction(torch.autograd.Function):

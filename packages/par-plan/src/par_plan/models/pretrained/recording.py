@@ -84,7 +84,7 @@ class RecordedLink:
     def send(self, x: Tensor, out: Tensor, states: Mapping[Any, Tensor], *, with_gradient: bool) -> Tensor:
         """Record the states, and return the output."""
         del x, with_gradient
-        self._states = {key: state.detach() for key, state in states.items()}
+        self._states = dict(states)  # with their graph, which the message to the next rank keeps
         self._context.note(states)
         return out
 

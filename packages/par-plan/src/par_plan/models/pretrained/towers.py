@@ -23,7 +23,7 @@ from par_pipeline import image_inputs
 
 from ..._torch_private import storage_key, tree_leaves, tree_map
 from ...inputs import NumberWidths
-from .kept import ATTENTION, ROWS, MatmulMode, attention_of
+from .kept import ATTENTION, ROWS, HeldTensor, MatmulMode, attention_of
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class _TowerTrace:
     def __init__(self, model: nn.Module, numbers: NumberWidths) -> None:
         self._numbers = numbers
         self._block = -1  # number of the running block; -1 outside of blocks
-        self._saved: list[tuple[int, weakref.ref[_HeldTensor]]] = []
+        self._saved: list[tuple[int, weakref.ref[HeldTensor]]] = []
         self._inputs: list[tuple[int, Tensor]] = []
         self._flops = 0.0
         # Autograd also saves weights, which are counted as parameters, and tables of the model.
@@ -126,8 +126,8 @@ class _TowerTrace:
     def watching(self) -> Iterator[None]:
         """Watch all tensors that autograd saves while a context lasts."""
 
-        def keep(tensor: Tensor) -> _HeldTensor:
-            held = _HeldTensor(tensor)
+        def keep(tensor: Tensor) -> HeldTensor:
+            held = HeldTensor(tensor)
             self._saved.append((self._block, weakref.ref(held)))
             return held
 
@@ -201,13 +201,6 @@ class _TowerTrace:
 
         block.register_forward_pre_hook(enter, with_kwargs=True)
         block.register_forward_hook(leave)
-
-
-class _HeldTensor:
-    """A tensor that autograd saves, and that is gone once autograd drops it."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
 
 
 class _Attention(torch.autograd.Function):
