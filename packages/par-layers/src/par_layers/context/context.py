@@ -408,13 +408,8 @@ class Context:
             )
         return recurrent, untried
 
-    def state_link(self, name: str) -> StateLink:
-        """Return the connection over which a recurrent layer passes its states. `transformers_` asks for each layer.
-
-        Args:
-            name: Name of the layer's module in the model.
-        """
-        del name
+    def state_link(self) -> StateLink:
+        """Return a connection over which a recurrent layer passes its states."""
         return StateLink(name_of(self._groups, self.axis), self.rank)
 
     def check_heads(self, heads: int) -> None:

@@ -34,16 +34,16 @@ class RecurrentLayer:
     numbers: int
 
 
-def carry(model: nn.Module, layers: Iterable[RecurrentLayer], link: Callable[[str], StateLink]) -> None:
+def carry(model: nn.Module, layers: Iterable[RecurrentLayer], link: Callable[[], StateLink]) -> None:
     """Let the recurrent layers of a model receive states from the left, and send theirs to the right, in place.
 
     Args:
         model: The model.
         layers: Recurrent layers of the model.
-        link: Function that returns the connection of a layer, by the name of its module.
+        link: Function that returns the connection of a layer.
     """
     for layer in layers:
-        forward = CarriedForward(model.get_submodule(layer.name), layer, link(layer.name))
+        forward = CarriedForward(model.get_submodule(layer.name), layer, link())
         forward.replace_forward_(model, layer.name)
 
 

@@ -20,7 +20,7 @@ class RecordingContext(Context):
     Attributes:
         attend: Function that returns the output of attention from queries, keys, values and mask.
         note: Function that receives the states that a recurrent layer passes on.
-        links: Connections of the recurrent layers, by name.
+        has_links: Whether the model has recurrent layers.
         place: Rank whose part of a row runs. States have unknown shapes until rank 0 has run.
     """
 
@@ -28,7 +28,7 @@ class RecordingContext(Context):
         super().__init__(None)
         self.attend: Callable[[Tensor, Tensor, Tensor, Mask], Tensor]
         self.note: Callable[[Mapping[Any, Tensor]], None]
-        self.links: dict[str, RecordedLink] = {}
+        self.has_links = False
         self.place = 0
 
     def of_three(self, local: int) -> Tokens:
@@ -40,10 +40,10 @@ class RecordingContext(Context):
         runs = tuple(((rank * local, (rank + 1) * local),) for rank in range(SHOWN))
         return Tokens(SHOWN * local, SHOWN * local, ((SHOWN * local,),), runs)
 
-    def state_link(self, name: str) -> Any:
-        """Return the connection of a recurrent layer."""
-        self.links[name] = RecordedLink(self)
-        return self.links[name]
+    def state_link(self) -> Any:
+        """Return a connection of a recurrent layer."""
+        self.has_links = True
+        return RecordedLink(self)
 
     def attention(
         self,

@@ -322,7 +322,7 @@ class PretrainedShape:
     @property
     def passes_states(self) -> bool:
         """Whether recurrent layers pass states from each sequence rank to the next."""
-        return bool(self._traces.recurrent)
+        return self._traces.pass_states
 
     def states(self, sequence: SequenceSplit, part: ModelSlice, job: TrainingJob) -> list[float]:
         """Return the bytes per row that each recurrent layer passes to the next sequence rank.

@@ -65,23 +65,23 @@ class Traces:
         model, context = self._attending
         # Attention saves as many bytes for each token in rows of any length. A recurrent layer also saves states, and
         # some compute in chunks of tokens, of which the last one is filled up.
-        tokens = local if context.links else self._context
+        tokens = local if context.has_links else self._context
         if (numbers, tokens) not in self._known:
             context.place = 0
             layers = self._layers(model, tokens, numbers, context)
-            if context.links:  # the trace of rank 0 has shown the shapes of the states that rank 1 receives
+            if context.has_links:  # the trace of rank 0 has shown the shapes of the states that rank 1 receives
                 context.place = 1
                 layers = self._layers(model, tokens, numbers, context)
             self._known[numbers, tokens] = SavedTrace(tokens, layers)
         return self._known[numbers, tokens]
 
     @property
-    def recurrent(self) -> tuple[str, ...]:
-        """Names of the modules that pass states from each sequence rank to the next."""
+    def pass_states(self) -> bool:
+        """Whether recurrent layers pass states from each sequence rank to the next."""
         try:
-            return tuple(self._attending[1].links)
+            return self._attending[1].has_links
         except ValueError:  # the sequence cannot be split
-            return ()
+            return False
 
     @cached_property
     def _attending(self) -> tuple[Any, RecordingContext]:
