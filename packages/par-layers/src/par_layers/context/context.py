@@ -273,11 +273,7 @@ class Context:
         return type(batch)(cut[name] for name in names), tokens  # type: ignore[call-arg]
 
     def refuse(self, problem: Exception) -> NoReturn:
-        """Raise an error on all ranks of the sequence in place of `cut`. Collective, as `cut` with `compare`.
-
-        Args:
-            problem: Error of this rank. The other ranks may be in `cut`, and raise `ValueError` with its text.
-        """
+        """Raise an error of this rank on all ranks of the sequence, which may be in `cut`. Collective."""
         group = None if self._groups is None or self.ranks == 1 else self._groups[self.axis]
         agree_on_batch(problem, "", (), group, self.device)
         raise problem
