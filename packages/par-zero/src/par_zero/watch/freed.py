@@ -237,7 +237,7 @@ _T = torch.Tensor
 
 _NOTES: frozenset[Any] = METADATA_OPERATIONS | frozenset(
     (
-        *(_T.is_contiguous, _T.data_ptr, _T.untyped_storage, _T.storage_offset, _T.is_pinned, _T.is_shared),
+        *(_T.is_contiguous, _T.untyped_storage, _T.storage_offset, _T.is_pinned, _T.is_shared),
         *(_T.register_hook, _T.register_post_accumulate_grad_hook),
         *(torch.autograd.grad, torch.autograd.backward, _T.backward),
     )
