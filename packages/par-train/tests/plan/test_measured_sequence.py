@@ -63,7 +63,7 @@ def kind_of(event, groups):
         is_loss = (event.elements, event.ranks) == (2, groups.ranks("sequence"))
         return "sums of losses" if is_loss else None  # the others are what the world agrees on
     if event.dtype in (torch.int64, torch.uint8):
-        return None  # batches that are not a data loader's are compared, as numbers or as objects
+        return None  # batches that are not a data loader's are compared, and bytes are no activations
     if event.ranks != groups.ranks(("data", "sequence")):
         return "tensor"
     return "flags" if event.dtype == torch.int32 else "data"
