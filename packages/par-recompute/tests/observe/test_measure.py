@@ -1,5 +1,7 @@
 """What a layer saves, on fake tensors: no element is computed, and why a module cannot be called again."""
 
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from par_recompute import kept, measure
+from par_recompute.observe.observer import Observer
 
 from ..models import LEAVES, Block, LlamaBlock
 from ..training import handed_on
@@ -183,3 +186,32 @@ def test_a_module_that_calls_a_collective_stays():
     obstacles = layers[0].par_recompute_layer.known.seen.popitem()[1].table.modules
     assert obstacles["module.0"].obstacle == obstacles["module"].obstacle == "calls a collective"
     assert obstacles[""].communicates
+
+
+class Branch(nn.Module):
+    """A layer that drops one of its results, whose node saves its own output."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.dropped = None
+
+    def forward(self, x):
+        dropped = self.linear(x).softmax(-1)
+        self.dropped = weakref.ref(dropped.untyped_storage())
+        return self.linear(x).tanh()
+
+
+def test_an_observed_layer_frees_what_it_drops():
+    layer, x = Branch(), torch.randn(4, 8, requires_grad=True)
+    observer = Observer(layer, ((x,), {}))
+    observer.begin()
+    output = layer(x)
+    observer.end()
+    assert layer.dropped() is None
+    # What is saved has its graph again, for a second derivative.
+    (first,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    (wanted,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+    assert torch.equal(first, wanted)
+    assert torch.equal(second, torch.autograd.grad(wanted.sum(), x)[0])

@@ -34,6 +34,13 @@ def is_plain(tensor: object) -> bool:
     return type(tensor) in plain and tensor.layout == torch.strided  # type: ignore[attr-defined]
 
 
+def to_keep(tensor: Tensor) -> Tensor:
+    """Return what a hook may keep for a saved tensor, which then is freed with its graph."""
+    # The graph of a result that its own node saves would hold the result. A leaf may get its elements elsewhere, as
+    # the parameters of ZeRO 3 do, so it stays itself.
+    return tensor if tensor.grad_fn is None else tensor.detach()
+
+
 @dataclass
 class _ModuleCall:
     """Running call of a module.
@@ -104,7 +111,7 @@ class Observer(TorchDispatchMode):
         def pack(tensor: Tensor) -> Any:
             with torch.no_grad():
                 self._saved(tensor)
-            return tensor if outer is None else outer[0](tensor)
+            return to_keep(tensor) if outer is None else outer[0](tensor)
 
         if outer is not None:
             update_wrapper(pack, outer[0])  # who asks for the hooks around sees whose they are

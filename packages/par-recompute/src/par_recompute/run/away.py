@@ -20,7 +20,7 @@ from par_groups import HostCopies, HostCopy
 
 from .._to_host import ToHost
 from .._torch_private import StorageWeakRef, identity_of, outer_hooks, version_of
-from ..observe.observer import is_plain
+from ..observe.observer import is_plain, to_keep
 from .packed import Geometry, Kept, Packed, Part, changed_since, take, use
 
 Key = tuple[int, int, torch.dtype]  # identity of a storage, version, and how its elements are read
@@ -151,8 +151,7 @@ class OffloadedCall:
         if self._outer is not None:
             pack, unpack = self._outer
             return pack(tensor), unpack, version, self._layer
-        # A tensor whose graph would hold this one would never be freed, and a leaf may get its elements elsewhere.
-        return tensor if tensor.grad_fn is None else tensor.detach(), None, version, self._layer
+        return to_keep(tensor), None, version, self._layer
 
 
 class Away:

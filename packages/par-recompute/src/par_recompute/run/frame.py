@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from .._torch_private import StorageWeakRef, identity_of, outer_hooks, version_of
-from ..observe.observer import is_plain
+from ..observe.observer import is_plain, to_keep
 from .packed import Geometry, Kept, Packed, Part, take, use
 from .then import Then
 
@@ -195,8 +195,7 @@ class Frame:
         if self._outer is not None:
             pack, unpack = self._outer
             return Kept(pack(tensor), unpack, version, self._layer)
-        # A tensor whose graph would hold this one would never be freed, and a leaf may get its elements elsewhere.
-        return Kept(tensor if tensor.grad_fn is None else tensor.detach(), None, version, self._layer)
+        return Kept(to_keep(tensor), None, version, self._layer)
 
 
 def _nothing(tensor: Tensor) -> None:
