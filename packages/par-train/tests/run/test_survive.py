@@ -96,6 +96,8 @@ def end(folder, job, *, steps=STEPS, timeout=300, back=(None, None), **kind):
     except subprocess.TimeoutExpired:
         job.kill()
         pytest.fail(f"the job has not ended: {job.communicate()[1]}")
+    finally:
+        job.kill()
     assert job.returncode == 0, errors
     weights, losses = expected(steps, back, **kind)
     told = lines_of(folder)

@@ -237,7 +237,7 @@ def test_a_strategy_without_a_model_does_not_start_anew_in_silence(tmp_path):
     strategy = Strategy()
     model = make_model(17)
     strategy.initialize(model, torch.optim.AdamW(model.parameters()))
-    with pytest.raises(ValueError, match="plan='peft': this Sequential has no adapters; use plan='huggingface'"):
+    with pytest.raises(ValueError, match="plan='peft': this Sequential has no adapters, which this plan is for"):
         strategy.checkpoints(tmp_path, plan="peft").save(1)
 
 

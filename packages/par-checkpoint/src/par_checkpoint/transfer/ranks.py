@@ -24,7 +24,7 @@ from crc32c import crc32c
 
 from par_groups import bytes_of
 
-from .._errors import CheckpointError
+from .._errors import CheckpointError, UnansweredError
 from .._torch_private import all_gather_into, gloo_among, gloo_of, set_timeout_of
 from .errors import PortableError, attempt
 from .roll import Roll
@@ -91,7 +91,7 @@ class Ranks:
         self._machines: list[tuple[Sequence[int], str]] | None = None  # by number: its ranks, and its name
         self._met = set(range(self.size))  # the ranks that this one is connected with
         self._gloo: Any = None
-        self._failure: CheckpointError | None = None  # of the first call of gloo that failed
+        self._failure = ""  # the text of the first error of gloo; the error itself would hold this object in a cycle
         self._name, self._in_background = "", in_background
         if group is not None and self.size > 1:
             self._roll = roll or Roll.of(group)
@@ -176,7 +176,7 @@ class Ranks:
             return error
         lost = self._roll.unanswered(error, self._timeout, in_background=self._in_background)
         if isinstance(error, Exception):
-            self._failure = self._failure or lost
+            self._failure = self._failure or str(lost)
         return lost
 
     @property
@@ -185,8 +185,10 @@ class Ranks:
 
         After that, ranks disagree which call is the next one, and gloo ends the process if two kinds of calls match.
         """
-        if self._failure is not None:
-            raise self._failure
+        if self._failure:
+            raise UnansweredError(
+                f"an earlier call failed, and no other one can follow it; restart the run: {self._failure}"
+            )
         return self._gloo
 
     def _wait(self, work: Any) -> None:
@@ -233,9 +235,8 @@ class Ranks:
         self._wait(self._connected.allreduce([sums]))
         count, *totals = sums.tolist()
         if count != self.size:
-            raise RuntimeError(
-                f"{count} of {self.size} ranks of the group have taken part in a sum; restart the run with all ranks"
-            )
+            self._failure = f"{count} of {self.size} ranks of the group have taken part in a sum"
+            raise RuntimeError(f"{self._failure}; restart the run with all ranks")
         return totals
 
     def tell(self, act: Callable[[], tuple[Value, Sequence[int]]], count: int) -> tuple[Value, list[int]]:
@@ -397,11 +398,13 @@ class Ranks:
 
     def send(self, buffer: torch.Tensor, to: int) -> PeerTransfer:
         """Begin to send a contiguous uint8 tensor. Messages between two ranks arrive in order."""
-        return self._begun(lambda: self._connected.send([buffer], to, 0), to)
+        gloo = self._connected
+        return self._begun(lambda: gloo.send([buffer], to, 0), to)
 
     def receive(self, buffer: torch.Tensor, source: int) -> PeerTransfer:
         """Begin to receive the next message of a rank into a contiguous uint8 tensor."""
-        return self._begun(lambda: self._connected.recv([buffer], source, 0), source)
+        gloo = self._connected
+        return self._begun(lambda: gloo.recv([buffer], source, 0), source)
 
     def _begun(self, begin: Callable[[], Any], peer: int) -> PeerTransfer:
         """Begin a transfer, after the two ranks have connected if it is their first one.
@@ -411,7 +414,7 @@ class Ranks:
                 to wait, because gloo cannot cancel a connection.
         """
         if peer in self._met:
-            return PeerTransfer(begin(), self._timeout, self._lost)
+            return self._transfer(begin)
         if not self._is_there(peer):
             raise self._lost(f"rank {peer} has not made its side of a connection")
         seconds = self._timeout.total_seconds()
@@ -422,12 +425,15 @@ class Ranks:
             connecting.leave()
             raise self._lost(f"timed out: rank {peer} has not come to where rank {self.rank} waits for it")
         connecting.close()  # torch aborts a thread that releases a work while the interpreter ends
-        try:
-            transfer = PeerTransfer(begun.result(), self._timeout, self._lost)
-        except RuntimeError as error:  # the peer has given up, and has closed its side
-            raise self._lost(error) from error
+        transfer = self._transfer(begun.result)
         self._met.add(peer)
         return transfer
+
+    def _transfer(self, begin: Callable[[], Any]) -> PeerTransfer:
+        try:
+            return PeerTransfer(begin(), self._timeout, self._lost)
+        except RuntimeError as error:  # the peer has given up, and has closed its side
+            raise self._lost(error) from error
 
     def _is_there(self, peer: int) -> bool:
         """Return whether a rank makes its side of the communicator within the timeout."""
@@ -442,8 +448,9 @@ class Ranks:
 
     def _gather(self, every: torch.Tensor, mine: torch.Tensor) -> None:
         """Gather the same number of bytes from every rank into one tensor."""
+        gloo = self._connected
         try:
-            all_gather_into(self._connected, every, mine, self._timeout)
+            all_gather_into(gloo, every, mine, self._timeout)
         except RuntimeError as error:
             raise self._lost(error) from error
 

@@ -77,13 +77,14 @@ class Members:
         self.epoch, self.spares = -1, 0
         self.ranks: tuple[int, ...] = ()
         self._count, self._left = 0, -1
-        self._broken = threading.Event()  # set once a member of the current epoch is lost, or this rank has left it
+        self._broken = threading.Event()  # set once a member of the current epoch is lost
+        self._has_left = False  # whether this rank has left its latest epoch
         self._lock = threading.Lock()  # guards the sockets and the epoch against the thread that leaves
         self._of_store: dict[int, int] = {}  # the socket of the current epoch's client of the store
         self._environment: Environment | None = None
         self._store = dist.PrefixStore(self._prefix, self._connect())  # type: ignore[attr-defined]
         self._line = KeeperLink.inherited(int(variables[LINE]))
-        let_waits_end(lambda: None if self._broken.is_set() else self.epoch)
+        let_waits_end(lambda: None if self._has_left or self._broken.is_set() else self.epoch)
         self._ended: queue.SimpleQueue[list[dist.ProcessGroup]] = queue.SimpleQueue()
         threading.Thread(target=free_groups, args=(self._ended,), daemon=True, name="members-groups").start()
         threading.Thread(target=self._listen, daemon=True, name="members").start()
@@ -114,6 +115,7 @@ class Members:
             reset_group_names()
             members = self._next_members()
             if members is None:
+                self._has_left = False  # what this process does from now on is no part of the run
                 return None
             try:
                 return self._start(members, span)
@@ -130,11 +132,11 @@ class Members:
         The groups cannot be used any more.
         """
         with self._lock:
-            self._broken.set()
+            self._has_left = True
             self._end_collectives()
 
     def is_broken(self, error: BaseException | None = None) -> bool:
-        """Return whether a member of this epoch is lost, or this rank has left it.
+        """Return whether a member of this epoch is lost.
 
         Args:
             error: An error that a loss would explain. The keeper reports a loss some moments after the connections have
@@ -178,6 +180,7 @@ class Members:
             if self.number in members:
                 with self._lock:
                     self.epoch, self.ranks, self._count, self._is_spare = wanted, members, 0, False
+                    self._has_left = False
                     self._broken.clear()
                     if self._left >= self.epoch:  # the epoch broke before this rank had read who is in
                         self._broken.set()

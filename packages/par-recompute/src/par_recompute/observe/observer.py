@@ -35,7 +35,7 @@ def is_plain(tensor: object) -> bool:
 
 
 def to_keep(tensor: Tensor) -> Tensor:
-    """Return what a hook may keep for a saved tensor, which then is freed with its graph."""
+    """Return the tensor that a hook keeps for a saved one, so that it does not keep its own graph."""
     # The graph of a result that its own node saves would hold the result. A leaf may get its elements elsewhere, as
     # the parameters of ZeRO 3 do, so it stays itself.
     return tensor if tensor.grad_fn is None else tensor.detach()

@@ -370,7 +370,7 @@ def _no_adapters(plan: str, model: Any) -> ValueError:
     """Return the error of a plan for adapters that a model lacks, or has of another kind."""
     who, kind = f"plan={plan!r}: this {type(model).__name__} has", kind_of(model)
     if not kind:
-        return ValueError(f"{who} no adapters; use plan='huggingface'")
+        return ValueError(f"{who} no adapters, which this plan is for; use plan='huggingface'")
     return ValueError(f"{who} an adapter of the kind {kind}; call its save_pretrained within par_zero.summon(model)")
 
 
