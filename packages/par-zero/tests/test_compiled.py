@@ -13,6 +13,7 @@ from par_zero import (
     no_sync,
     predict_step,
     program,
+    reduces_gradients,
     reload_state,
     reset,
     residency,
@@ -150,6 +151,8 @@ def test_compiled_wrapper_has_the_functions_of_its_module(stage):
     optimizer = adamw(module.parameters())
     shard(compiled, optimizer, stage=stage, group=dist.group.WORLD, overlap={"bucket": 300})
     with no_sync(compiled):
+        assert not reduces_gradients(module)
+        assert not reduces_gradients(compiled)
         loss_of(compiled, batch(0, width=8)).backward()
     loss_of(compiled, batch(1, width=8)).backward()
     optimizer.step()

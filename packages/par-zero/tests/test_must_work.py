@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from par_testing import Strict, count_collectives, for_each
-from par_zero import no_sync, shard, summon
+from par_zero import no_sync, reduces_gradients, shard, summon
 
 from .helpers import (
     KINDS_OF_STAGES,
@@ -628,15 +628,19 @@ def test_no_sync_that_is_entered_twice_ends_with_the_last_in_any_order(stage):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     shard(model, optimizer, stage=stage, group=dist.group.WORLD)
     first, second = no_sync(model), no_sync(model)
+    assert reduces_gradients(model)
+    assert not reduces_gradients(nn.Linear(5, 7))  # it is not sharded
     first.__enter__()
     second.__enter__()
     x = torch.randn(4, 5)
     with count_collectives() as counted:
         for each in (first, second):
+            assert not reduces_gradients(model)
             model(x).sum().backward()
             each.__exit__(None, None, None)
     reductions = ("all_reduce", "all_to_all", "reduce_scatter")
     assert not [event for event in counted.events if event.op in reductions and event.dtype == torch.float32]
+    assert reduces_gradients(model)
     with count_collectives() as counted:
         model(x).sum().backward()
     assert [event for event in counted.events if event.op in reductions and event.dtype == torch.float32]

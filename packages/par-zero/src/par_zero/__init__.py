@@ -4,7 +4,7 @@ from ._budget import PredictedStep, predict_step
 from ._cost import Memory, memory, traffic
 from ._policies import MixedPrecision, OptimizerUpdate, Overlap, ParameterInit, ShardOptions, bucket_bytes
 from ._shard import shard, sync_module_states_
-from ._sharded import disk_usage, no_sync, program, reload_state, reset, residency, summon, trace
+from ._sharded import disk_usage, no_sync, program, reduces_gradients, reload_state, reset, residency, summon, trace
 from ._tiers import Offload
 from .layout.sharers import DataParallelGroup
 from .offload.tier import DiskUsage
@@ -48,6 +48,7 @@ __all__ = [
     "place",
     "predict_step",
     "program",
+    "reduces_gradients",
     "register_policy",
     "reload_state",
     "reset",

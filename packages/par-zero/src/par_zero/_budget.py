@@ -384,15 +384,8 @@ def _auto_options(
     total = max(sum(part.stop - part.start for slices in updated for part in slices) for updated in of_all)
     sizes = (plan.most_kept * plan.dtype_in_use.itemsize for plan in reversed(plans))
     ends = list(accumulate(sizes, initial=0))
-
-    def fraction_of_state(number: int) -> float:
-        return number * ALIGNMENT / total if total else 1.0
-
-    def fraction_of_chunks(number: int) -> float:
-        return ends[number] / ends[-1]
-
-    state = AutoOption(last=total // ALIGNMENT, fraction_before=fraction_of_state)
-    chunks = AutoOption(last=len(ends) - 1, fraction_before=fraction_of_chunks)
+    state = AutoOption(last=total // ALIGNMENT, fraction_before=lambda end: end * ALIGNMENT / total if total else 1.0)
+    chunks = AutoOption(last=len(ends) - 1, fraction_before=lambda end: ends[end] / ends[-1])
     return {name: state if name == "optimizer" else chunks for name in offload.auto}
 
 

@@ -181,8 +181,17 @@ class Engine:
         """See `par_zero.no_sync`. It is the module's method, too."""
         # Within a budget the placement decides which units stay gathered.
         keeper = self._gatherer if keep and self._steps is None else None
-        with self._reducer.no_sync(), nullcontext() if keeper is None else keeper.kept():
-            yield
+        self._reducer.deferring += 1
+        try:
+            with nullcontext() if keeper is None else keeper.kept():
+                yield
+        finally:
+            self._reducer.deferring -= 1
+
+    @property
+    def reduces_gradients(self) -> bool:
+        """See `par_zero.reduces_gradients`."""
+        return not self._reducer.deferring
 
     @contextmanager
     def summon(self) -> Iterator[None]:
@@ -193,8 +202,8 @@ class Engine:
         tier = self._hooks.disk_tier
         if tier is not None:
             tier.finish()
-        # Parameters that were just gathered may be those that some rank could not read.
-        check = tier.errors.raise_together if tier is not None and tier.shards.were_given else _do_nothing
+        # Parameters that were just gathered may be those that some rank could not read. Without a disk, none can be.
+        check = tier.errors.raise_together if tier is not None and tier.shards.were_given else lambda: None
         # Only a comparison with the old values shows which elements a program has written. The other elements keep all
         # digits of their master weights.
         before = [(chunk, chunk.own.clone()) for chunk in self._chunks if chunk.has_copies]
@@ -343,10 +352,6 @@ def _raise_reduced(tier: DiskTier, *, reduced: bool) -> None:
     """Raise an error on all ranks after a backward pass in which a disk has failed."""
     if reduced:
         tier.errors.raise_together()
-
-
-def _do_nothing() -> None:
-    """Check nothing: no parameter comes from a disk."""
 
 
 def _refuse_copy(kind: str, _: Any = None) -> NoReturn:

@@ -28,6 +28,16 @@ def no_sync(module: nn.Module, *, keep: bool = True) -> AbstractContextManager[N
     return _engine_of(module).no_sync(keep=keep)
 
 
+def reduces_gradients(module: nn.Module) -> bool:
+    """Return whether the next backward pass reduces gradients, as it does outside of all `no_sync` contexts.
+
+    Args:
+        module: Module, which may be the result of torch.compile. A module that is not sharded never reduces gradients.
+    """
+    engine = getattr(module, ENGINE, None)
+    return isinstance(engine, Engine) and engine.reduces_gradients
+
+
 def summon(module: nn.Module) -> AbstractContextManager[None]:
     """Show full parameters inside, at stage 3 too, and keep what you write to them. Collective.
 

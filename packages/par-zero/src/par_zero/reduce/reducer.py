@@ -26,7 +26,6 @@ may need this rank first.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -83,7 +82,7 @@ class Reducer:
     ) -> None:
         self._chunks, self._sharers, self.meter = chunks, sharers, meter or Meter()
         self.gradients = [ChunkGradients(chunk) for chunk in chunks]
-        self._deferring = 0  # number of open `no_sync` contexts
+        self.deferring = 0  # number of open `no_sync` contexts, which may be nested
         self._pass = BackwardPass([set() for _ in chunks])
         self.expected = ExpectedGradients(chunks)
         self._programmed = programmed
@@ -224,7 +223,7 @@ class Reducer:
     def count_ready(self) -> int:
         """Return how many chunks, from the first in the order of the pass, have all gradients that will arrive."""
         current, expected = self._pass, self.expected
-        if self._deferring or not current.is_running or not expected.brings_any(current):
+        if self.deferring or not current.is_running or not expected.brings_any(current):
             return 0
         waiting = (expected.awaits(current, number, asks=True, if_unknown=True) for number in self.order.numbers)
         found = (place for place, waits in enumerate(waiting) if waits)
@@ -232,13 +231,13 @@ class Reducer:
 
     def reduce_rest(self) -> None:
         """Reduce all chunks, because backward has ended."""
-        if not self._deferring and self._pass.is_ending:
+        if not self.deferring and self._pass.is_ending:
             self.reduce(*self.order.numbers)
 
     def begin(self) -> None:
         """Begin the reductions of all chunks that are next in the order and ready."""
         current, order, limit = self._pass, self.order.numbers, self._reductions.limit
-        if self._deferring or not current.is_running:
+        if self.deferring or not current.is_running:
             return
         due = self.order.count_due() if self._programmed else len(order)
         if len(current.begun) >= due or not (current.has_gradients or self.expected.brings_any(current)):
@@ -259,15 +258,6 @@ class Reducer:
             if number not in current.taken:
                 self._take(self._chunks[number])
             self._begin(self._chunks[number])
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on each rank in backward passes inside, without reductions. Contexts may be nested."""
-        self._deferring += 1
-        try:
-            yield
-        finally:
-            self._deferring -= 1
 
     def reset(self) -> None:
         """Forget a pass that has failed, and its gradients. Collective over all ranks that shard chunks."""
@@ -291,7 +281,7 @@ class Reducer:
             self._pass.is_running, self._pass.number = True, current_pass()
             self.expected.begin_pass()
             call_at_end_of_backward(self._end)
-            for call in () if self._deferring else self.hooks.at_start:
+            for call in () if self.deferring else self.hooks.at_start:
                 call()
             self.usage.begin_pass(arrived)
 
@@ -335,7 +325,7 @@ class Reducer:
                 self._take(chunk)
             if not self._programmed:
                 self.begin()
-            elif not self._deferring and self.order.may_begin_early(number):
+            elif not self.deferring and self.order.may_begin_early(number):
                 self.reduce(number)
 
     def _name(self, number: int, index: int) -> str:
@@ -348,7 +338,7 @@ class Reducer:
         order = self.order.numbers
         is_next = begun < len(order) and chunk.number == order[begun]
         # A finished reduction returns its buffer, which this chunk can borrow.
-        if is_next and not self._deferring and (self.is_bounded or chunk.stage.shards_gradients):
+        if is_next and not self.deferring and (self.is_bounded or chunk.stage.shards_gradients):
             self._reductions.make_room()
         self.usage.add(chunk.number, self.gradients[chunk.number].take(self.buffers.gradients))
         current.taken.add(chunk.number)
@@ -365,7 +355,7 @@ class Reducer:
     def _end(self) -> None:
         """End a backward pass."""
         current = self._pass
-        reduced = current.has_gradients and not self._deferring
+        reduced = current.has_gradients and not self.deferring
         if reduced:
             self.expected.end_pass(current.completed)
             current.is_ending = True
