@@ -182,7 +182,7 @@ def model_targets(
     names_on_disk = rename(names, found.names)
     shardings = {name: sharding_in(name, tensor, layout or {}) for name, tensor in found.tensors.items()}
     shapes = {name: tuple(sharding.shape) for name, sharding in shardings.items()}
-    # Transformers knows the names without wrappers, such as those of adapters, which `names` removes.
+    # The rules of Transformers match names without wrappers; `names` removes them.
     usual = None
     if convert is None:
         usual = conversion_of(model, {names_on_disk[name]: shape for name, shape in shapes.items()})

@@ -331,10 +331,8 @@ class PretrainedShape:
         """
         if sequence.ranks == 1 or not self.passes_states:
             return []
-        layers, samples = (
-            self._traces.over_ranks(job.numbers, self._local(sequence, job)).layers,
-            self._structure.samples,
-        )
+        layers = self._traces.over_ranks(job.numbers, self._local(sequence, job)).layers
+        samples = self._structure.samples
         return [size for run in part.runs for kind, times in run for size in layers[samples[kind]].passed * times]
 
     def _local(self, sequence: SequenceSplit, job: TrainingJob) -> int:
