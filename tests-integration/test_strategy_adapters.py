@@ -2,6 +2,9 @@
 
 import copy
 import functools
+import gc
+import weakref
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -11,6 +14,7 @@ import torch.distributed as dist
 from par_groups import part_of
 from par_testing import storm
 from par_train import Strategy
+from par_train.strategy.pretrained.files import guard_saves_
 from par_zero import summon
 
 from . import tiny_llama
@@ -347,6 +351,24 @@ def test_modules_trained_in_full_are_saved_as_peft_saves_them(tmp_path):
         dist.barrier()
 
 
+def test_guard_of_saves_keeps_no_model_alive():
+    class Saved(torch.nn.Linear):
+        def save_pretrained(self, folder, **keywords):
+            del keywords
+            return folder
+
+    model = Saved(2, 2)
+    guard_saves_(model)
+    assert model.save_pretrained("here") == "here"
+    kept = weakref.ref(model)
+    gc.disable()  # a reference cycle stays until a collection
+    try:
+        del model
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
 @pytest.mark.ranks(2, timeout=120)
 def test_save_pretrained_of_freed_parameters_is_refused(tmp_path):
     write_base(tmp_path / "base", num_hidden_layers=1)
@@ -372,10 +394,12 @@ def test_save_pretrained_of_freed_parameters_is_refused(tmp_path):
                 sharded.save_pretrained(folder / str(number))
                 state = {name: tensor.clone() for name, tensor in sharded.state_dict().items()}
             sharded.save_pretrained(folder / f"state {number}", state_dict=state)
+        plain.save_pretrained(folder / "state position", True, state)
         strategy.save(wrapped, tmp_path / "ours", plan="peft")
     if dist.get_rank() == 0:  # transformers writes on this rank only
-        for name in ("0/adapter_model", "1/model"):
-            one, other = (safetensors.torch.load_file(folder / f"{part}{name}.safetensors") for part in ("", "state "))
+        for written, name in (("state 0", "0/adapter_model"), ("state 1", "1/model"), ("state position", "1/model")):
+            other = folder / written / Path(name).name
+            one, other = (safetensors.torch.load_file(f"{each}.safetensors") for each in (folder / name, other))
             assert_near(one, other)
         found, expected = (saved_adapters(part, tmp_path / "base") for part in (folder / "0", tmp_path / "ours"))
         assert_near(found, expected)

@@ -1,8 +1,10 @@
 """The files of a model with adapters: only the adapters, as peft writes them, or a model that they are merged into."""
 
+import inspect
 import os
 import sys
 import tempfile
+import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -99,7 +101,8 @@ class _WholeSave:
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
-        self._module, self._name = module, name
+        # The module has this object as an attribute, and a reference cycle would keep its weights after its last use.
+        self._module, self._name = weakref.ref(module), name
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         """Call the method if this rank has the full parameters, as within `par_zero.summon`.
@@ -107,15 +110,21 @@ class _WholeSave:
         Raises:
             RuntimeError: A parameter is freed.
         """
-        tensors: Mapping[str, Any] = keywords.get("state_dict") or dict(self._module.named_parameters())
+        module = self._module()
+        assert module is not None  # noqa: S101 - the caller has found this object on the module
+        method = getattr(type(module), self._name)
+        bound = inspect.signature(method).bind(module, *args, **keywords)
+        # Transformers names the argument `state_dict`, and peft takes it as one of any keywords.
+        given: Mapping[str, Any] | None = {**bound.arguments, **bound.kwargs}.get("state_dict")
+        tensors = given or dict(module.named_parameters())
         freed = next((name for name, tensor in tensors.items() if attributes.PART.of(tensor) is not None), None)
         if freed is not None:
-            plan = ", plan='peft'" if has_adapters(self._module) else ""
+            plan = ", plan='peft'" if has_adapters(module) else ""
             raise RuntimeError(
                 f"{self._name} needs full parameters, and ZeRO 3 keeps a part of {freed!r} on each rank; use "
                 f"Strategy.save(model, path{plan}), or call {self._name} within par_zero.summon(model)"
             )
-        return getattr(type(self._module), self._name)(self._module, *args, **keywords)
+        return method(module, *args, **keywords)
 
 
 class _Merged(nn.Module):
