@@ -4,6 +4,7 @@ in a pipeline, whose first stage has the encoder of images.
 Over sequence ranks they are refused by name, or equal without images.
 """
 
+import contextlib
 import copy
 import itertools
 
@@ -15,9 +16,9 @@ from par_groups import ProcessGroups, Topology, sharding_of
 from par_layers import verify_plan
 from par_layers.pretrained import cut_dict, pretrained_of
 from par_pipeline import PipelineError
-from par_testing import Strict, for_each, keep_fp64
+from par_testing import Strict, count_collectives, for_each, keep_fp64
 from par_train import Strategy
-from par_zero import shard, summon
+from par_zero import no_sync, shard, summon
 
 transformers = pytest.importorskip("transformers")
 
@@ -454,6 +455,49 @@ def test_data_ranks_accumulate_and_evaluate_different_numbers_of_images():
         optimizer.step()
         with pytest.raises(ValueError, match="'pixel_values' is missing"):
             strategy.execute_pipeline(iter([bad if mine else given_image("Llava")]), model, None, optimizer)
+
+
+@contextlib.contextmanager
+def nested(strategy, model):
+    with strategy.no_sync(model):
+        with strategy.no_sync(model):
+            pass
+        yield
+
+
+ACCUMULATING = {
+    "nested": nested,
+    "of par-zero": lambda _, model: no_sync(model),
+    "of the model": lambda _, model: model.no_sync(),
+    "of the compiled model": lambda strategy, model: strategy.no_sync(torch.compile(model, backend="eager")),
+}
+
+
+@for_each(way=ACCUMULATING)
+@pytest.mark.ranks(2, timeout=120)
+def test_data_ranks_accumulate_bad_images_in_any_no_sync(way):
+    """A rank with fewer passes takes no part in a reduction of another rank's flag, whichever context accumulates."""
+    with keep_fp64(), Strategy() as strategy:
+        model, mine = made("Llava"), dist.get_rank()
+        model, optimizer = strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        good, bad = given_image("Llava"), {**given_image("Llava"), "pixel_values": None}
+        with ACCUMULATING[way](strategy, model), count_collectives() as counted:
+            for _ in range(1 + mine):
+                strategy.execute_pipeline(iter([good]), model, None, optimizer)
+            if mine:  # the ranks do not wait for each other here, so this rank raises alone
+                with pytest.raises(ValueError, match="'pixel_values' is missing"):
+                    strategy.execute_pipeline(iter([bad]), model, None, optimizer)
+        assert not [event for event in counted.events if len(event.ranks) > 1]
+        with pytest.raises(ValueError, match="'pixel_values' is missing"):
+            strategy.execute_pipeline(iter([bad if mine else good]), model, None, optimizer)
+        strategy.execute_pipeline(iter([good]), model, None, optimizer)
+        optimizer.step()
+        # All batches are equal, so the mean over the passes of both ranks is the gradient of one batch.
+        reference = made("Llava")
+        reference(**good).loss.backward()
+        for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            gradient = torch.zeros_like(expected) if expected.grad is None else expected.grad
+            assert (parameter - (expected - gradient)).abs().max() < 1e-10  # fp64; sums in another order
 
 
 @pytest.mark.ranks(2, timeout=120)

@@ -15,6 +15,7 @@ from par_layers import RouterLosses, parallelization_of
 from par_layers.pretrained import Ends, Prompts, joined_rows, make_batch_splitter, read_request, write_on
 from par_pipeline import Pipeline, build_stage, build_stages, schedule
 from par_precision import MixedOptimizer
+from par_zero import reduces_gradients
 
 from .batches import BatchReader
 from .bundles import ModelBundle
@@ -80,7 +81,6 @@ class Strategy(StrategyFiles):
         self._state = RunState(self.randomness, self.groups.rank(self.data_axes), self.environment_of_bits)
         self._checkpoints = {}
         self._executions: dict[nn.Module, Execution] = {}
-        self._accumulating: set[nn.Module] = set()  # models within no_sync
         self._grid = next((plugin for plugin in self.plugins if isinstance(plugin, GridPlugin)), None)
         self._hooks: list[RemovableHandle] = []  # on models and optimizers, which may outlive the strategy
         self._checked_losses: set[Optimizer] = set()
@@ -277,9 +277,10 @@ class Strategy(StrategyFiles):
             ValueError: The model or the optimizer is not from `initialize`. Or the model reads images, and a rank
                 cannot use its batch; on all ranks of its replica, and outside of `no_sync` on all training ranks.
             StopIteration: The iterators of all ranks of the pipeline have ended.
-            par_pipeline.PipelineError: A stage or the data has raised on a rank of the pipeline, or the data of only
-                some of its ranks has ended; on all ranks of this pipeline. Other pipelines wait in their next reduction
-                until the `timeout` of `par_groups.launch`.
+            par_pipeline.PipelineError: A stage has raised on a rank of the pipeline, or the data of only some of its
+                ranks has ended. Or the data has raised, and the model reads no images; if it does, the rank raises the
+                error of its data, and the other ranks ValueError. On all ranks of this pipeline: other pipelines wait
+                in their next reduction until the `timeout` of `par_groups.launch`.
         """
         if not forward_only and not any(model is own for own in self._bundle_of(optimizer).models):
             raise ValueError(
@@ -291,7 +292,7 @@ class Strategy(StrategyFiles):
         cuts_dicts = self.cuts_sequence and execution.takes_dicts
         read = self._batches.reader(data_iter, (model, forward_only), cuts_dicts=cuts_dicts)
         with self.comparison.paused():  # the reader has compared the batch; the model runs its microbatches
-            over_data = not forward_only and model not in self._accumulating
+            over_data = not forward_only and reduces_gradients(model)
             loss, outputs = execution.run(
                 read, criterion, forward_only=forward_only, return_outputs=return_outputs, over_data=over_data
             )
@@ -369,12 +370,8 @@ class Strategy(StrategyFiles):
                 raise ValueError(f"plugin {plugin.name!r} does not support no_sync(); run each backward with its step")
         # A plugin that replaces ZeRO may leave the model without it; its gradients then accumulate anyway.
         deferring = getattr(model, "no_sync", None)  # par-zero's own, also on the wrapper of torch.compile
-        self._accumulating.add(model)
-        try:
-            with nullcontext() if deferring is None else deferring() if keep else deferring(keep=False):
-                yield
-        finally:
-            self._accumulating.discard(model)
+        with nullcontext() if deferring is None else deferring() if keep else deferring(keep=False):
+            yield
 
     def router_metrics(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the routing metrics of a mixture of experts since the last call, identical on all ranks. Collective.
