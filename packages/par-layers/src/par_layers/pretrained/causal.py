@@ -17,7 +17,7 @@ from par_groups import attributes
 
 from ..context.existing.documents import FOUND, check_packed_batch, packed_documents
 from ..models.parallel import Parallelization, parallelization_of
-from .images import check_images, image_positions, split_images
+from .images import check_images, image_positions
 
 IGNORE_INDEX = -100
 """The label of a token that does not count; the default of torch's cross entropy."""
@@ -141,11 +141,13 @@ class CausalModel:
         model: A transformers model, a module that contains one, or this rank's part of one.
 
     Attributes:
+        config: The configuration of the transformers model.
         reads_images: Whether batches may have images or videos.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = pretrained_of(model)
+        self.config = self._model.config
         self._known: Parallelization | None = parallelization_around(model)
         names = inspect.signature(inspect.unwrap(type(self._model).forward)).parameters
         self._takes = names.keys() - {"input_ids", "labels", "shift_labels", "num_items_in_batch"}
@@ -155,7 +157,7 @@ class CausalModel:
         takes_any = any(each.kind is each.VAR_KEYWORD for each in names.values())
         # With a cache, transformers does not separate documents. Some forwards take `use_cache` without naming it, and
         # a model with images has it in the configuration of its text.
-        text = self._model.config.get_text_config()
+        text = self.config.get_text_config()
         self._may_cache = "use_cache" in names or (takes_any and hasattr(text, "use_cache"))
 
     def fed(self, batch: Mapping[str, Any], *, places: bool = False) -> tuple[tuple[Tensor], dict[str, Any], Tensor]:
@@ -176,7 +178,7 @@ class CausalModel:
                 separate documents.
         """
         labels = next_labels(batch)
-        check_images(self._model.config, self._takes, batch)
+        check_images(self.config, self._takes, batch)
         # Here, because every stage of a pipeline gets the batch, and the first one alone calls the model's own forward.
         check_packed_batch(getattr(self._model, FOUND, None), batch)
         keywords = {name: value for name, value in batch.items() if name in self._takes and value is not None}
@@ -194,21 +196,6 @@ class CausalModel:
         if TOKENS in batch:
             keywords[TOKENS] = batch[TOKENS]
         return (batch["input_ids"],), keywords, labels
-
-    def images(self, batch: Mapping[str, Any], parts: int) -> dict[str, list[Any]]:
-        """Split the images of a batch among microbatches.
-
-        Args:
-            batch: A batch that `fed` accepts.
-            parts: Number of microbatches.
-
-        Returns:
-            Entries of the microbatches by keyword: pixels and their grids, None without images.
-
-        Raises:
-            ValueError: An image cannot be assigned to rows.
-        """
-        return split_images(self._model.config, batch, parts)
 
     def without_gathering(self) -> AbstractContextManager[None]:
         """A context in which a model that is sharded over tensor ranks returns sharded logits, which `loss` takes."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from par_data import read_once
 from par_groups import ProcessGroups, agree, data_axes, number_on_device, replica_axes, splits_sequence
 from par_layers import LossFactor
-from par_layers.pretrained import CausalModel, pretrained_of, unlike_causal
+from par_layers.pretrained import CausalModel, pretrained_of, split_images, unlike_causal
 from par_pipeline import (
     Batch,
     LossWeight,
@@ -164,7 +164,7 @@ class Execution:
             inputs, keywords, labels = self._causal.fed(batch, places=is_staged)
             if self._splits_by_rows:
                 # Images have no rows: each microbatch gets those whose placeholders are in its rows.
-                split = self._causal.images(batch, microbatches)
+                split = split_images(self._causal.config, batch, microbatches)
                 images = {name: Microbatches(parts) for name, parts in split.items()}
                 others = {name: value for name, value in keywords.items() if name not in images}
                 keywords = {**split_keywords(others, len(labels), microbatches), **images}
@@ -192,23 +192,19 @@ class Execution:
         topology = self._groups.topology
         axes = [*replica_axes(topology), *([data_axes(topology)] if over_data else [])]
         groups = [self._groups[axis] for axis in axes if self._groups.size(axis) > 1]
-        batch, problem = None, None
+        _, again = read_once(read)
+        problem = None
         try:
-            batch = read()
+            again()
+        except StopIteration:
+            pass  # the pipeline reports it
         except Exception as error:  # of any kind: the other ranks raise, too
             problem = error
-        fails = problem is not None and not isinstance(problem, StopIteration)
-        failed = torch.tensor(int(fails), device=self._groups.device)
+        failed = torch.tensor(int(problem is not None), device=self._groups.device)
         for group in groups:
             dist.all_reduce(failed, dist.ReduceOp.MAX, group)
         if failed.item():
-            agree(problem if fails else None, None, *groups)
-
-        def again() -> Any:
-            if problem is not None:
-                raise problem
-            return batch
-
+            agree(problem, None, *groups)
         return again
 
     @property
