@@ -11,6 +11,7 @@ transformers and torch: a run that was interrupted continues.
 
 import argparse
 import json
+import os
 import random
 import sys
 from collections.abc import Iterator
@@ -37,6 +38,8 @@ def main() -> None:
     parser.add_argument("--ways", metavar="WAY,WAY", help="with --check: some columns of the page")
     given = parser.parse_args()
     sys.path[:0] = [str(ROOT / "tests-integration")]
+    # A rank is a fork of a process that has computed, and threads of OpenMP do not survive a fork.
+    os.environ["OMP_NUM_THREADS"] = "1"
     # Slow to import, and `--help` does without them.
     models, pages = import_module("atlas._models"), import_module("atlas._page")
 
