@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from par_testing import for_each, storm
-from par_zero import reset, shard, summon
+from par_zero import Offload, reset, shard, summon
+from par_zero._arrive import ArrivingParameter, watch_compiles
 
 from .helpers import adamw, assert_same, batch, copies, deferred, loss_of, mlp, sgd, train
 
@@ -328,29 +329,102 @@ def test_compiled_code_that_reads_parameters_ends_late_arrivals(case, when):
     assert_same(found, uncompiled(make))
 
 
-@for_each(stage=LATE, called=("never", "before shard", "in a step"))
+class Compiling(torch.optim.AdamW):
+    """Calls a compiled function in its steps."""
+
+    def __init__(self, parameters, call):
+        super().__init__(parameters, lr=1e-2, eps=1e-3)
+        self.call = call
+
+    def step(self, closure=None):
+        self.call(torch.ones(2))
+        return super().step(closure)
+
+
+@for_each(stage=LATE, called=("never", "before shard", "in a step", "between steps"))
 @pytest.mark.ranks(2, backend="strict")
-def test_unrelated_compiled_function_leaves_arrivals_late(stage, called):
-    torch.compiler.reset()
-    unrelated = torch.compile(lambda x: x + 1, backend="eager")  # as a package does on import
+def test_unrelated_function_ends_late_arrivals_between_steps(stage, called):
     results = []
     for each in (0, stage):
+        torch.compiler.reset()
+        unrelated = torch.compile(lambda x: x + 1, backend="eager")  # as a package does on import
         if called == "before shard":
             unrelated(torch.ones(2))
         module = Within()
-        optimizer = adamw(module.parameters())
-        shard(module, optimizer, stage=each, group=dist.group.WORLD, overlap={"bucket": 300})
-        if called == "in a step":  # as Muon does with gradients
-            optimizer.register_step_post_hook(lambda *_: [unrelated(torch.ones(2)), None][1])
+        optimizer = Compiling(module.parameters(), unrelated if called == "in a step" else torch.clone)
+        shard(
+            module, optimizer, stage=each, group=dist.group.WORLD, overlap={"bucket": 300}, update={"elementwise": True}
+        )
+        late = []
         for step in range(3):
             train(module, optimizer, [[batch(step, width=8)]])
-            assert len(on_their_way(module)) == (len(list(module.parameters())) if each else 0)
+            late.append(len(on_their_way(module)))
+            if called == "between steps":  # as a data loader might
+                unrelated(torch.ones(2))
+                assert on_their_way(module) == []
+        whole = len(list(module.parameters())) if each else 0
+        assert late == ([whole, 0, 0] if called == "between steps" else [whole] * 3)
         results.append(copies(module))
     assert_same(*results)
 
 
+class CallingPlain(nn.Module):
+    """Calls a function of no parameter within its forward."""
+
+    def __init__(self, call):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.call = nn.Linear(8, 8), nn.Linear(8, 8), call
+
+    def forward(self, x):
+        self.call(torch.ones(2))
+        return self.last(self.first(x))
+
+
+def compiled_each_time(_):
+    """Call a function that nobody has compiled before."""
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+
+
+def stepped_on_host(stage, in_step, in_forward):
+    """Return parameters after steps in a thread, and how many were late after each."""
+    module = CallingPlain(in_forward).to("strict")
+    optimizer, late = Compiling(module.parameters(), in_step), []
+    how = {"offload": Offload(optimizer="host", piece="4KiB"), "update": {"elementwise": True}}
+    shard(module, optimizer, stage=stage, group=dist.group.WORLD, overlap={"bucket": 300}, **how)
+    for step in range(3):
+        loss_of(module, batch(step, width=8).to("strict")).backward()
+        optimizer.step()
+        # Between steps the parameters have another class of their own, which watches writes.
+        late.append(sum(isinstance(each, ArrivingParameter) for each in module.parameters()))
+        optimizer.zero_grad()
+    return {name: each.cpu() for name, each in copies(module).items()}, late
+
+
+# If a wait under torch's lock and the thread that needs the lock wait for each other, the ranks time out.
+@for_each(stage=(0, 1), compiles=("in the step", "in forward", "in both", "anew in the step", "anew in both"))
+@pytest.mark.accelerator(races="error")
+@pytest.mark.ranks(2, backend="strict", timeout=120)
+def test_step_in_a_thread_that_compiles_ends(stage, compiles):
+    torch.compiler.reset()
+    expected, late = stepped_on_host(stage, torch.clone, torch.clone)
+    assert late == [4, 4, 4]
+    calls = [torch.clone, torch.clone]
+    for number, place in enumerate(("step", "forward")):
+        if compiles.endswith((place, "both")):
+            compiled = torch.compile(lambda x, by=number: x + by, backend="eager")
+            calls[number] = compiled_each_time if "anew" in compiles else compiled
+    found, late = stepped_on_host(stage, *calls)
+    assert late[1:] == [0, 0]
+    assert_same(found, expected)
+
+
 @pytest.mark.ranks(2, backend="gloo")
 def test_over_gloo_a_step_waits():
+    torch.compiler.reset()
     module, _, expected = stepped(2)
     assert on_their_way(module) == []
     assert_same(copies(module), expected)
+    # Nothing can be late, so nothing is called before a forward or before torch compiles.
+    assert torch._dynamo.callback_handler.start_callbacks == []
+    assert all(getattr(hook, "func", None) is not watch_compiles for hook in module._forward_pre_hooks.values())

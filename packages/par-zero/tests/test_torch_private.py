@@ -54,6 +54,7 @@ def test_every_one_does_what_it_is_used_for():
         assert sent.numel() == 2
 
     torch.compiler.reset()
+    assert not private.has_compiled()
 
     class Compiles:
         number = 0
@@ -63,8 +64,9 @@ def test_every_one_does_what_it_is_used_for():
 
     compiles = Compiles()
     for _ in range(2):
-        private.call_before_compiles(compiles.count)
+        private.call_before_compile(compiles.count)
     doubled = torch.compile(lambda x: x * 2, backend="eager")
+    assert private.has_compiled()
     assert compiles.number == 0
     doubled(one)
     doubled(one)

@@ -18,14 +18,18 @@ code may read the parameters, a step waits for its all-gathers at once. It also 
 slow down the computation. Captured graphs and extensions are detected when the gradient of an arriving parameter
 arrives, before the optimizer uses it.
 
-Compiled functions elsewhere in the process do not matter, such as those of an imported package, of a data loader or of
-an optimizer's step. Code counts as a reader if
+Code counts as a reader, and all later steps wait at once, if
 
 - `shard` finds a compiled module,
 - torch.compile compiles the frames around a call of the module, or
-- torch.compile begins to compile anything between the first forward after a step and the next step, or while parameters
-  arrive. An older graph that meets an arriving parameter is compiled again, since torch.compile guards on its class.
-  Before it is traced, the parameters arrive and have their own classes again.
+- torch.compile begins to compile anything after the first forward, but not within an optimizer's step. An older graph
+  that meets an arriving parameter is compiled again, since torch.compile guards on its class. Before it is traced, the
+  parameters arrive and have their own classes again.
+
+Functions that are compiled before the first forward or within a step do not matter. A data loader's function matters if
+it is compiled later, even for another shape: torch does not say which code is compiled.
+
+If a thread steps, all later steps wait at once as soon as torch.compile was called anywhere in the process.
 """
 
 import sys
@@ -42,7 +46,7 @@ from torch import nn
 from par_groups import WatchedParameter, WatchedWeight, is_compiled
 
 from ._collectives import Handle, all_gather, is_gloo
-from ._torch_private import READS_NO_VALUES, call_before_compiles, compiles_frames, without_torch_functions
+from ._torch_private import READS_NO_VALUES, call_before_compile, compiles_frames, has_compiled, without_torch_functions
 from .layout.chunk import Chunk
 from .reduce.reducer import Reducer
 
@@ -163,6 +167,7 @@ class Arrivals:
 
     Attributes:
         in_use: Whether a frame that is compiled now may read parameters.
+        late: Whether a step may return while its all-gathers are in flight.
     """
 
     def __init__(
@@ -176,16 +181,14 @@ class Arrivals:
         self._delayed: list[Chunk] = []  # chunks that a late step may still update, in the order of all-gathers
         self._handles: dict[Chunk, Handle] = {}  # of delayed chunks whose all-gathers have begun
         self._beginning = Lock()  # threads that read several chunks must begin the all-gathers in one order
-        self._arrivals: dict[int, Arrival] = {}
         self.in_use = False
-        # Graphs are usually made in the first forward, before any step is late.
-        call_before_compiles(self._before_compile)
         by_gloo = any(is_gloo(chunk.flat, chunk.groups.shards) for chunk in chunks)
         cut = any(dist.get_world_size(chunk.groups.shards) > 1 for chunk in chunks)
-        if ((cut and not by_gloo) or wait_for_step is not None) and not any(map(is_compiled, module.modules())):
-            # Another subclass has operations of its own, which it would lose with its class while it is in flight.
-            ordinary = [c for c in chunks if all(type(member.parameter) in _ORDINARY for member in c.members)]
-            self._arrivals = {chunk.number: Arrival(chunk, reducer.arriving) for chunk in ordinary}
+        late = ((cut and not by_gloo) or wait_for_step is not None) and not any(map(is_compiled, module.modules()))
+        # Another subclass has operations of its own, which it would lose with its class while it is in flight.
+        ordinary = [c for c in chunks if late and all(type(member.parameter) in _ORDINARY for member in c.members)]
+        self._arrivals = {chunk.number: Arrival(chunk, reducer.arriving) for chunk in ordinary}
+        self.late = bool(self._arrivals)
 
     def begin(self, chunks: Sequence[Chunk]) -> None:
         """Begin the all-gathers of chunks, and wait for the chunks whose parameters cannot wait on first use.
@@ -193,8 +196,7 @@ class Arrivals:
         Args:
             chunks: Chunks that an optimizer has updated.
         """
-        call_before_compiles(self._before_compile)
-        self.in_use = True
+        watch_compiles(self)
         updated = {chunk.number: chunk for chunk in chunks}
         handles: list[Handle] = []
         for chunk in [updated[number] for number in reversed(self._reducer.order.numbers) if number in updated]:
@@ -203,7 +205,7 @@ class Arrivals:
             else:
                 self._delayed.append(chunk)
                 handle = Handle([], partial(self._wait_for_delayed, chunk))
-            if chunk.number in self._arrivals:
+            if self.late and chunk.number in self._arrivals:
                 self._arrivals[chunk.number].begin(handle)
             else:
                 handles.append(handle)
@@ -232,23 +234,25 @@ class Arrivals:
 
     def wait(self, chunks: Sequence[Chunk]) -> None:
         """Wait until the parameters of some chunks have arrived."""
-        for chunk in chunks if self._arriving else ():
-            if chunk.number in self._arriving:
-                self._arrivals[chunk.number].wait()
+        for number in self._arriving.intersection([chunk.number for chunk in chunks]):
+            self._arrivals[number].wait()
 
     def _before_compile(self) -> None:
         """Let all later steps wait for their all-gathers, if the code that is compiled now may read parameters."""
         if self.in_use:
+            self.late = False
             for arrival in self._arrivals.values():
                 arrival.wait()
-            self._arrivals = {}
 
 
-def before_forward(arrivals: Arrivals, *_: Any) -> None:
-    """Let no parameter arrive within a compiled forward. Register it under `skip_frame`."""
+def watch_compiles(arrivals: Arrivals, *_: Any) -> None:
+    """Let no parameter arrive within compiled code from now on. Register it under `skip_frame` before a forward."""
     arrivals.in_use = True
-    if arrivals._arrivals and callable(compiles_frames()):
+    # A thread that steps needs torch's lock if the optimizer is compiled, so nothing may wait for it under that lock.
+    if arrivals.late and (callable(compiles_frames()) or (arrivals._wait_for_step is not None and has_compiled())):
         torch.compiler.disable(arrivals._before_compile)()
+    elif arrivals.late and arrivals._wait_for_step is None:
+        call_before_compile(arrivals._before_compile)
 
 
 def _gather(chunk: Chunk) -> Handle:

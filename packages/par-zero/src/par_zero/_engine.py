@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from par_groups import follow_written_, on_settle, on_written
 
-from ._arrive import before_forward
+from ._arrive import watch_compiles
 from ._gather import Gatherer
 from ._stage import ZeroStage
 from ._step_hooks import StepHooks, override_
@@ -131,8 +131,8 @@ class Engine:
                 item.register_forward_pre_hook(torch.compiler.disable(self._hooks.publish_seen), prepend=True)
             if tier is not None and tier.is_in_backward:
                 item.register_forward_pre_hook(torch.compiler.disable(tier.refuse_forward))
-            if self._hooks.arrivals is not None:
-                item.register_forward_pre_hook(partial(skip_frame(before_forward), self._hooks.arrivals))
+            if self._hooks.arrivals is not None and self._hooks.arrivals.late:
+                item.register_forward_pre_hook(partial(skip_frame(watch_compiles), self._hooks.arrivals))
         # This comes after the items, because the module may be an item itself.
         override_(module, zero_grad=self._hooks.zero_grad)
 
@@ -223,9 +223,8 @@ class Engine:
 
     def residency(self) -> Residency:
         """See `par_zero.residency`."""
-        gradients = self._reducer.memory()
         optimizers = [each.optimizer for each in self._hooks.optimizers]
-        return count(self._module, optimizers, self._chunks, gradients, self._hooks.disk_tier, self._meter)
+        return count(self._module, optimizers, self._chunks, self._reducer.memory(), self._hooks.disk_tier, self._meter)
 
     def disk_usage(self) -> DiskUsage:
         """See `par_zero.disk_usage`."""

@@ -161,7 +161,7 @@ class _WeakCall(WeakMethod[Callable[[], None]]):
             method()
 
 
-def call_before_compiles(method: Callable[[], None]) -> None:
+def call_before_compile(method: Callable[[], None]) -> None:
     """Let torch.compile call a method before it compiles a frame, until the method's object is dropped.
 
     `torch._dynamo.callback_handler` exists since torch 2.3. No public function does this. `torch.compiler.reset` drops
@@ -170,6 +170,15 @@ def call_before_compiles(method: Callable[[], None]) -> None:
     calls = import_module("torch._dynamo").callback_handler.start_callbacks
     if (call := _WeakCall(method, lambda gone: gone in calls and calls.remove(gone))) not in calls:
         calls.append(call)
+
+
+def has_compiled() -> bool:
+    """Return whether torch.compile was called in this process since the last `torch.compiler.reset`.
+
+    `torch._dynamo.eval_frame.cached_backends` exists since torch 2.0. No public function returns this.
+    """
+    # The value None stands for a backend that compiles nothing.
+    return any(map(callable, import_module("torch._dynamo.eval_frame").cached_backends.values()))
 
 
 compiles_frames: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
