@@ -32,6 +32,9 @@ rank that waits to be taken in."""
 
 _CONNECT = timedelta(seconds=60)
 
+_NONE = -2
+"""No epoch, before the one without a group."""
+
 _BEAT = 0.5
 """Seconds between two signs of life."""
 
@@ -76,15 +79,14 @@ class Members:
         self.number, self._is_spare = int(variables[NUMBER]), variables.get(SPARE) == "1"
         self.epoch, self.spares = -1, 0
         self.ranks: tuple[int, ...] = ()
-        self._count, self._left = 0, -1
+        self._count, self._left = 0, _NONE  # the latest epoch that this rank has left, or must leave
         self._broken = threading.Event()  # set once a member of the current epoch is lost
-        self._has_left = False  # whether this rank has left its latest epoch
         self._lock = threading.Lock()  # guards the sockets and the epoch against the thread that leaves
         self._of_store: dict[int, int] = {}  # the socket of the current epoch's client of the store
         self._environment: Environment | None = None
         self._store = dist.PrefixStore(self._prefix, self._connect())  # type: ignore[attr-defined]
         self._line = KeeperLink.inherited(int(variables[LINE]))
-        let_waits_end(lambda: None if self._has_left or self._broken.is_set() else self.epoch)
+        let_waits_end(lambda: None if self._left >= self.epoch else self.epoch)
         self._ended: queue.SimpleQueue[list[dist.ProcessGroup]] = queue.SimpleQueue()
         threading.Thread(target=free_groups, args=(self._ended,), daemon=True, name="members-groups").start()
         threading.Thread(target=self._listen, daemon=True, name="members").start()
@@ -115,7 +117,7 @@ class Members:
             reset_group_names()
             members = self._next_members()
             if members is None:
-                self._has_left = False  # what this process does from now on is no part of the run
+                self._left = _NONE  # what this process does from now on is no part of the run
                 return None
             try:
                 return self._start(members, span)
@@ -132,7 +134,7 @@ class Members:
         The groups cannot be used any more.
         """
         with self._lock:
-            self._has_left = True
+            self._left = max(self._left, self.epoch)
             self._end_collectives()
 
     def is_broken(self, error: BaseException | None = None) -> bool:
@@ -180,7 +182,6 @@ class Members:
             if self.number in members:
                 with self._lock:
                     self.epoch, self.ranks, self._count, self._is_spare = wanted, members, 0, False
-                    self._has_left = False
                     self._broken.clear()
                     if self._left >= self.epoch:  # the epoch broke before this rank had read who is in
                         self._broken.set()
@@ -244,7 +245,7 @@ class Members:
             elif word == "leave":
                 # A rank whose peer is silent, such as one behind a broken network, would wait until its timeout.
                 with self._lock:
-                    self._left = int(value)
+                    self._left = max(self._left, int(value))
                     if self._left >= self.epoch:
                         self._broken.set()
                         self._end_collectives()
