@@ -277,6 +277,13 @@ def test_spare_joins_and_receives_the_state(tmp_path):
     assert set(told[-1]["ranks"]) == {1, 2}
 
 
+# An all-reduce that a loss interrupts may have ended on some ranks only.
+@pytest.mark.parametrize("zero", [1, 3])
+def test_step_counts_if_some_ranks_have_not_seen_that_all_are_ready(tmp_path, zero):
+    told = end(tmp_path, start(tmp_path, "--ranks=4", zero=zero, kills=[[2, 4, "passed"]], blind=[[0, 4], [3, 4]]))
+    assert {each["again"] for each in told if each["step"] == 4} == {0}
+
+
 @pytest.mark.storm
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("victim", range(3))

@@ -27,6 +27,7 @@ class RankReport(NamedTuple):
         loss: The sum of the losses of all samples of that step.
         samples: The number of these samples.
         cuts: The shardings that it holds a part of. Empty under ZeRO 0, where each rank holds all.
+        is_ready: Whether it has begun the `ready` of the step after those of its weights.
     """
 
     steps: int
@@ -34,6 +35,19 @@ class RankReport(NamedTuple):
     loss: float
     samples: float
     cuts: tuple[RingPlace, ...] = ()
+    is_ready: bool = False
+
+
+def before_move(every: Sequence[RankReport]) -> list[RankReport]:
+    """Return the reports as they are when the state moves. Pure.
+
+    A rank that has not seen the end of a `ready` that another rank has passed finishes this step before it moves.
+
+    Args:
+        every: The reports of all ranks.
+    """
+    passed = max(each.passed for each in every)
+    return [each._replace(steps=each.steps + 1) if each.is_ready and each.steps == passed else each for each in every]
 
 
 def is_whole(holders: Sequence[Sequence[RingPlace]]) -> bool:

@@ -28,7 +28,7 @@ from ...strategy.execute import rows_of
 from ...strategy.options import StrategyOptions
 from ...strategy.strategy import Strategy
 from .options import check_options, lanes_of, mean_of, mixed_of, nccl_error
-from .reports import RankReport, RingPlace, is_whole
+from .reports import RankReport, RingPlace, before_move, is_whole
 
 Loss = Tensor | tuple[Tensor, Tensor | float]
 
@@ -362,11 +362,11 @@ class Survivors:
                 # A copy that misses what a load has written is none.
                 cuts = () if self._is_stale else tuple(cut for cut, _ in self._shadows)
                 every: list[Any] = [None] * len(self._members.ranks)
-                dist.all_gather_object(every, self._told._replace(cuts=cuts))
+                dist.all_gather_object(every, self._told._replace(cuts=cuts, is_ready=self._is_ready))
             except RuntimeError as error:
                 self._leave_after(error)
                 continue
-            self._every = every
+            self._every = before_move(every)
             if self._told.steps < 0 and any(each.steps >= 0 for each in self._every):
                 # If all ranks with a state die now, this rank must not begin the run again as if there had been none.
                 self._told = self._told._replace(passed=-1)
