@@ -2,6 +2,7 @@ import asyncio
 import errno
 import os
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -14,6 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from par_groups import _torch_private
+from par_groups.elastic.waits import let_waits_end
 
 
 @pytest.mark.ranks(2, backend="gloo")  # which knows the timeout of a group
@@ -74,7 +76,7 @@ def test_a_compiled_module_is_seen_either_way():
 
 
 @pytest.mark.ranks(3, backend="gloo")
-def test_shut_down_sockets_of_gloo_end_a_collective_of_all_ranks():
+def test_shut_down_sockets_of_gloo_end_a_collective_of_all_ranks(monkeypatch):
     # A new release of torch or gloo that connects in another way fails here: see `gloo_sockets`.
     before = len(_torch_private.gloo_sockets())
     group = dist.new_group([0, 1, 2])
@@ -82,6 +84,10 @@ def test_shut_down_sockets_of_gloo_end_a_collective_of_all_ranks():
     assert len(_torch_private.gloo_sockets()) == 4  # each group has a connection with each peer
     dist.all_reduce(torch.ones(4), group=group)
     dist.barrier()
+    left = threading.Event()
+    monkeypatch.setattr(dist.Work, "wait", dist.Work.wait)
+    let_waits_end(lambda: None if left.is_set() else 0)  # gloo forgets a message that is under way
+    threading.Timer(2, left.set).start()
     begin = time.monotonic()
     if dist.get_rank() == 0:
         _torch_private.shut_down_sockets(_torch_private.gloo_sockets())
@@ -89,7 +95,9 @@ def test_shut_down_sockets_of_gloo_end_a_collective_of_all_ranks():
         dist.all_reduce(torch.ones(4), group=group)
     # A rank that has an error leaves as well, so that no rank waits for another one that has left.
     _torch_private.shut_down_sockets(_torch_private.gloo_sockets())
-    assert time.monotonic() - begin < 5  # far below the timeout of the group
+    while _torch_private.gloo_sockets():  # gloo closes each of them
+        assert time.monotonic() - begin < 20  # far below the timeout of the group
+        time.sleep(0.01)
 
 
 @pytest.mark.ranks(3, backend="gloo")
