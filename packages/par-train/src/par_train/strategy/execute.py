@@ -1,7 +1,7 @@
 """The run of one batch through a model in microbatches: the same loop with a pipeline and without."""
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -195,9 +195,8 @@ class Execution:
         _, again = read_once(read)
         problem = None
         try:
-            again()
-        except StopIteration:
-            pass  # the pipeline reports it
+            with suppress(StopIteration):  # the pipeline reports it
+                again()
         except Exception as error:  # of any kind: the other ranks raise, too
             problem = error
         failed = torch.tensor(int(problem is not None), device=self._groups.device)
