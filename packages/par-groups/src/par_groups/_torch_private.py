@@ -31,12 +31,15 @@ def can_split(group: dist.ProcessGroup, device: torch.device) -> bool:
     return bool(group._get_backend(device).supports_splitting)
 
 
-def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+def timeout_of(group: dist.ProcessGroup, device: torch.device | None = None) -> timedelta | None:
     """Return the timeout of a group's collectives; None if its backend for a kind of device has no such option.
+
+    Without a device, the first one of the group's backends counts.
 
     `ProcessGroup._get_backend` and its `options._timeout`, in torch 2.11 to 2.13. `new_group` uses torch's default
     timeout, not the world's.
     """
+    device = device or torch.device(str(dist.get_backend_config(group)).partition(":")[0])
     timeout: timedelta | None = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
     return timeout
 

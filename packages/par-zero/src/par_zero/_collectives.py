@@ -46,8 +46,7 @@ def same_ranks(group: dist.ProcessGroup, use: str) -> dist.ProcessGroup:
     # A group of one rank never communicates, so it needs no second communicator.
     if len(ranks) == 1:
         return group
-    backend = str(dist.get_backend_config(group))
-    return group_among(ranks, timeout_of(group, torch.device(backend.partition(":")[0])), backend, f"par_zero {use}")
+    return group_among(ranks, timeout_of(group), str(dist.get_backend_config(group)), f"par_zero {use}")
 
 
 # References are weak, so that another module can use the groups of a module that was deleted.

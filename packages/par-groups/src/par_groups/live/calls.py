@@ -20,7 +20,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -75,8 +74,7 @@ class CallWatch:
         self._store: Any = None
         # Groups of torch's fake backend have no other process behind them.
         if len(self._ranks) > 1 and dist.get_backend(group) != "fake":
-            device = torch.device(str(dist.get_backend_config(group)).partition(":")[0])
-            timeout = timeout_of(group, device)
+            timeout = timeout_of(group)
             if timeout is not None:
                 self._period = min(_PERIOD, timeout.total_seconds() / 8)
             self._store = PrefixStore(f"{self._package}/{group.group_name}", default_store())
