@@ -18,6 +18,7 @@ from par_groups import attributes
 from ..context.existing.documents import FOUND, check_packed_batch, packed_documents
 from ..models.parallel import Parallelization, parallelization_of
 from .images import check_images, image_positions
+from .placeholder_trial import PlaceholderTrial
 
 IGNORE_INDEX = -100
 """The label of a token that does not count; the default of torch's cross entropy."""
@@ -151,6 +152,7 @@ class CausalModel:
         self._known: Parallelization | None = parallelization_around(model)
         names = inspect.signature(inspect.unwrap(type(self._model).forward)).parameters
         self._takes = names.keys() - {"input_ids", "labels", "shift_labels", "num_items_in_batch"}
+        self._placeholder_trial = PlaceholderTrial(self._model)
         self.reads_images = any(name.startswith("pixel_values") for name in names)
         # A prepared model takes positions also if its forward does not: they describe documents.
         self._separates = "position_ids" in names or hasattr(self._model, FOUND)
@@ -178,7 +180,7 @@ class CausalModel:
                 separate documents.
         """
         labels = next_labels(batch)
-        check_images(self.config, self._takes, batch)
+        check_images(self.config, self._takes, batch, self._placeholder_trial)
         # Here, because every stage of a pipeline gets the batch, and the first one alone calls the model's own forward.
         check_packed_batch(getattr(self._model, FOUND, None), batch)
         keywords = {name: value for name, value in batch.items() if name in self._takes and value is not None}

@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..context.existing.documents import packed_documents
 from ..context.existing.packed_trial import TYPES
+from .placeholder_trial import PlaceholderTrial
 
 _INPUTS = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
 """Keys of the pixels and of their grid, as processors of Hugging Face Transformers return them."""
@@ -21,7 +22,7 @@ _INSTEAD = ("inputs_embeds", "mm_encoder_outputs", "image_embeds", "image_hidden
 _RULE = "each placeholder stands for a part of an image or video; pass all keys that the processor returned"
 
 
-def check_images(config: Any, takes: Collection[str], batch: Mapping[str, Any]) -> None:
+def check_images(config: Any, takes: Collection[str], batch: Mapping[str, Any], trial: PlaceholderTrial) -> None:
     """Check that a batch has the pixels of its placeholders, and the placeholders of its pixels.
 
     Without pixels, Hugging Face Transformers embeds placeholders as if they were text, and computes another loss
@@ -31,6 +32,7 @@ def check_images(config: Any, takes: Collection[str], batch: Mapping[str, Any]) 
         config: Configuration of the model.
         takes: Names of the arguments of the model's forward.
         batch: `input_ids`, [rows, time], and the other keys that the processor returned.
+        trial: Trial of the model, for images without a grid.
 
     Raises:
         ValueError: A key is missing, or the numbers differ.
@@ -59,13 +61,20 @@ def check_images(config: Any, takes: Collection[str], batch: Mapping[str, Any]) 
         if missing:
             raise ValueError(f"the batch has {key!r}, and {missing[0]!r} is missing: {_RULE}")
     if given == ["image"] and "image" in found:
-        pixels = batch["pixel_values"]
-        sizes = _sizes_of(config, found["image"], pixels, batch.get("image_grid_thw"))
-        if sum(sizes) != found["image"]:
+        pixels, grid = batch["pixel_values"], batch.get("image_grid_thw")
+        if not len(pixels):
+            problem: str | None = "none"
+        elif grid is None:
+            names = [name for name in takes if name != "labels" and isinstance(batch.get(name), Tensor)]
+            problem = trial.problem({name: batch[name] for name in ("input_ids", *names)}, found["image"])
+        else:
+            sizes = _sizes_of(config, found["image"], pixels, grid)
+            problem = None if sum(sizes) == found["image"] else f"they need {sizes}"
+        if problem is not None:
             raise ValueError(
-                f"input_ids has {found['image']} image placeholders (id {tokens['image']}), and the images in "
-                f"pixel_values of shape {list(pixels.shape)} need {sizes}: {_RULE}, and do not truncate a row inside "
-                "of an image"
+                f"input_ids has {found['image']} image placeholders (id {tokens['image']}), which do not fit the "
+                f"images in pixel_values of shape {list(pixels.shape)} ({problem}): {_RULE}, and do not truncate a row "
+                "inside of an image"
             )
 
 
@@ -121,15 +130,14 @@ def _placeholder(config: Any, kind: str) -> Any:
 
 
 def _sizes_of(config: Any, found: int, pixels: Tensor, grid: Tensor | None) -> list[int]:
-    """Return how many placeholders each image needs, as far as the configuration specifies it."""
+    """Return how many placeholders each image needs; images without a grid need the same number."""
     # Patches are merged in squares before they become tokens.
     if grid is not None:
         merge: int = getattr(getattr(config, "vision_config", None), "spatial_merge_size", 1)
         sizes: list[int] = (grid.prod(-1) // merge**2).tolist()
         return sizes
-    # Without a number in the configuration all images have as many, which the model's forward compares once more.
-    each: int = getattr(config, "mm_tokens_per_image", found // max(1, len(pixels)))
-    return [each] * len(pixels)
+    # Images without a grid have the same size, and `check_images` has compared the sum.
+    return [found // max(1, len(pixels))] * len(pixels)
 
 
 def image_positions(model: nn.Module, batch: Mapping[str, Any], *, always: bool) -> Tensor | None:

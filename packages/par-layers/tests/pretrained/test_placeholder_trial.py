@@ -1,0 +1,131 @@
+"""The trial of images accepts what the model's own forward accepts, and nothing else."""
+
+import pytest
+import torch
+
+from par_layers.pretrained.placeholder_trial import PlaceholderTrial
+
+transformers = pytest.importorskip("transformers")
+
+IMAGE = 39
+TEXT = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 40,
+    "max_position_embeddings": 64,
+}
+TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def made(name, vision, **own):
+    config = getattr(transformers, f"{name}Config")
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(
+        config(vision_config=vision, text_config=transformers.LlamaConfig(**TEXT), image_token_id=IMAGE, **own)
+    )
+    return model.eval()
+
+
+def llava(name="Llava", **own):
+    return made(
+        name, transformers.CLIPVisionConfig(**TOWER, image_size=8, patch_size=4), vision_feature_layer=-1, **own
+    )
+
+
+def llava_next():
+    return llava("LlavaNext", image_grid_pinpoints=[[8, 16], [16, 8], [16, 16]])
+
+
+def intern_vl():
+    vision = transformers.InternVLVisionConfig(**TOWER, image_size=[16, 16], patch_size=[4, 4])
+    return made("InternVL", vision, downsample_ratio=0.5)
+
+
+def mistral3():
+    vision = transformers.PixtralVisionConfig(**TOWER, image_size=16, patch_size=4)
+    return made("Mistral3", vision, vision_feature_layer=-1, spatial_merge_size=1)
+
+
+PIXELS = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+CASES = {
+    "one size": (llava, {"pixel_values": PIXELS}, 8),
+    "one image": (llava, {"pixel_values": PIXELS[:1]}, 4),
+    # Four tokens of the image itself, and the tokens of its parts without what was padded, with an end for each row.
+    "sizes of images": (
+        llava_next,
+        {"pixel_values": PIXELS[:1].expand(1, 5, 3, 8, 8), "image_sizes": torch.tensor([[16, 16]])},
+        4 + 4 * 5,
+    ),
+    "another size": (
+        llava_next,
+        {"pixel_values": PIXELS[:1].expand(1, 3, 3, 8, 8), "image_sizes": torch.tensor([[8, 16]])},
+        4 + 2 * 5,
+    ),
+    "cut patches": (
+        mistral3,
+        {"pixel_values": PIXELS.repeat(1, 1, 2, 2), "image_sizes": torch.tensor([[16, 8], [8, 12]])},
+        8 + 6,
+    ),
+    "merged patches": (intern_vl, {"pixel_values": PIXELS.repeat(1, 1, 2, 2)}, 8),
+}
+
+
+def ids_with(number):
+    ids = torch.ones(2, 20, dtype=torch.long)
+    ids.view(-1)[:number] = IMAGE
+    return ids
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_trial_objects_where_the_forward_does(case):
+    make, images, needed = CASES[case]
+    model = make()
+    trial = PlaceholderTrial(model)
+    for found in (needed - 1, needed, needed + 1, needed):
+        batch = {"input_ids": ids_with(found), **images}
+        problem = trial.problem(batch, found)
+        if found == needed:
+            assert problem is None
+            assert model(**batch).logits.isfinite().all()
+        else:
+            with pytest.raises(ValueError, match="Image features and image tokens do not match"):
+                model(**batch)
+            assert f"Image features and image tokens do not match, tokens: {found}, features: " in problem
+
+
+def test_pixels_of_another_size_are_objected_to():
+    model = llava()
+    batch = {"input_ids": ids_with(6), "pixel_values": torch.zeros(1, 3, 12, 8)}
+    problem = PlaceholderTrial(model).problem(batch, 6)
+    with pytest.raises(ValueError, match="doesn't match model") as caught:
+        model(**batch)
+    assert problem == str(caught.value)
+
+
+def test_model_that_reads_numbers_of_pixels_is_left_to_its_forward(monkeypatch):
+    of_tower = transformers.LlavaModel.get_image_features
+    monkeypatch.setattr(
+        transformers.LlavaModel,
+        "get_image_features",
+        lambda self, pixel_values, **keywords: of_tower(self, pixel_values * pixel_values.max().item(), **keywords),
+    )
+    model = llava()
+    trial = PlaceholderTrial(model)
+    batch = {"input_ids": ids_with(3), "pixel_values": PIXELS[:1]}
+    with pytest.raises(ValueError, match="Image features and image tokens do not match"):
+        model(**batch)
+    assert trial.problem(batch, 3) is None
+    # The copy is not run again in each batch.
+    monkeypatch.setattr(PlaceholderTrial, "_run", None)
+    assert trial.problem(batch, 3) is None
+
+
+def test_forward_that_was_tried_is_not_tried_again(monkeypatch):
+    trial = PlaceholderTrial(llava())
+    batch = {"input_ids": ids_with(8), "pixel_values": PIXELS}
+    assert trial.problem(batch, 8) is None
+    monkeypatch.setattr(PlaceholderTrial, "_run", None)
+    assert trial.problem({**batch, "pixel_values": PIXELS + 1}, 8) is None
