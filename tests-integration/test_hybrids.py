@@ -1,9 +1,12 @@
-"""Hybrid models on packed rows, over tensor ranks and in a pipeline: every gradient of one process, or a reason."""
+"""Hybrid models on packed rows, over tensor ranks and in a pipeline: every gradient of one process, or a reason.
+
+Beside each of them also over sequence ranks.
+"""
 
 import pytest
 import torch
 
-from par_groups import ProcessGroups, Topology
+from par_groups import ProcessGroups, Topology, sharding_of
 from par_layers import separate_documents_, verify_plan
 from par_testing import keep_fp64
 from par_train import Strategy
@@ -65,9 +68,9 @@ def check_tensor(name, plan="auto"):
     assert compared.worst < EQUAL, (name, compared.loss, wrong)
 
 
-def check_pipeline(name):
+def check_trained(name, parallel, **options):
     batch, reference = packed(), separate_documents_(_models.make(name))
-    with keep_fp64(), Strategy(parallel={"pipeline": 2}, pipeline={"microbatches": 2}) as strategy:
+    with keep_fp64(), Strategy(parallel=parallel, **options) as strategy:
         expected = reference(**batch, use_cache=False).loss
         expected.backward()
         gradients = {key: each.grad for key, each in reference.named_parameters() if each.grad is not None}
@@ -82,9 +85,16 @@ def check_pipeline(name):
             gradient = gradients.get(key.partition(".")[2] if key[0].isdigit() else key)
             if gradient is not None:
                 scale = max(1.0, gradient.abs().max().item())
-                assert (before[key] - parameter - gradient).abs().max().item() / scale < EQUAL, (name, key)
+                change = before[key] - parameter.detach()
+                for box in sharding_of(parameter).boxes:
+                    far = (box.of(change) - gradient[box.slices]).abs().max().item()
+                    assert far / scale < EQUAL, (name, key)
                 checked += 1
         assert checked > 5, name
+
+
+def check_pipeline(name):
+    check_trained(name, {"pipeline": 2}, pipeline={"microbatches": 2})
 
 
 @pytest.mark.ranks(2, timeout=240)
@@ -121,3 +131,20 @@ def test_more_hybrids_over_two_tensor_ranks_equal_one_process(name):
 @pytest.mark.parametrize("name", MORE_PIPELINE)
 def test_more_hybrids_in_two_stages_equal_one_process(name):
     check_pipeline(name)
+
+
+@pytest.mark.ranks(4, timeout=240)
+def test_hybrid_beside_sequence_ranks_equals_one_process():
+    check_trained("qwen3_next", {"sequence": {"size": 2, "mode": "gather"}, "tensor": {"size": 2, "mode": "1d"}})
+
+
+@pytest.mark.storm
+@pytest.mark.ranks(4, timeout=240)
+@pytest.mark.filterwarnings("ignore:.*(Bamba|FalconH1|Lfm2)ForCausalLM shards no layer:UserWarning")
+@pytest.mark.parametrize(
+    "name", ["bamba", "nemotron_h", "qwen3_next", *sorted({*MORE_PIPELINE} - {"gpt_oss", "jamba"})]
+)
+def test_hybrids_beside_sequence_ranks_equal_one_process(name):
+    sequence = {"size": 2, "mode": "gather"}
+    check_trained(name, {"sequence": sequence, "pipeline": 2}, pipeline={"microbatches": 2})
+    check_trained(name, {"sequence": sequence, "tensor": {"size": 2, "mode": "1d"}})
