@@ -157,6 +157,9 @@ def cases_of_bad_input(rank):
     memory, freed = torch.ones(14), torch.ones(3)
     beside = {"a": memory[:8].view(4, 2), "b": memory[8:11]}, {"a": other["a"], "b": memory[11:]}
     freed.untyped_storage().resize_(0)
+    elements = "'a' in the target has elements that share memory"
+    views, flat = torch.zeros(12), {"b": torch.zeros(3)}
+    twice = Sharding((4, 2), (rectangle((4, 2), 0, 0, 2, 0).boxes + rectangle((4, 2), 0, 2, 4, 0).boxes))
     with warnings.catch_warnings(action="ignore"):  # deprecated, but in use
         quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
     return {
@@ -173,6 +176,16 @@ def cases_of_bad_input(rank):
         "timeout": (good, other, {"timeout": -1}, "timeout is -1"),
         "differing": (good, other, {"release": rank == 0}, "release is"),
         "beside": (*beside, {"release": True}, "'b' in the target shares memory with 'a' in the source"),
+        "overlapping": (good, {"a": views[:8].view(4, 2), "b": views[7:10]}, {}, "'a' and 'b' in the target share"),
+        "one storage": (
+            {"a": torch.ones(3), "b": torch.full((3, 1), 2.0)},
+            {"a": views[:3], "b": views[:3, None]},
+            {},
+            "'a' and 'b' in the target share memory",
+        ),
+        "expanded": (good, {"a": torch.zeros(1, 2).expand(4, 2), **flat}, {}, elements),
+        "stepped": (good, {"a": views.as_strided((4, 2), (1, 1)), **flat}, {}, elements),
+        "boxes": (good, State(model={"a": torch.zeros(8), **flat}, layout={"a": twice}), {}, "boxes that overlap"),
         "freed": ({**good, "b": freed}, other, {}, "'b' has no memory, which was freed, as by reshard"),
         "quantized": ({**good, "b": quantized}, other, {}, "'b' is a quantized tensor; give its int_repr"),
         "dtype text": (good, other, {"dtype": "bfloat16"}, "dtype='bfloat16': not a floating-point dtype"),
@@ -187,11 +200,31 @@ def cases_of_bad_input(rank):
 @pytest.mark.ranks(2)
 def test_reshard_of_bad_input_raises_and_changes_nothing(case):
     source, target, options, text = cases_of_bad_input(dist.get_rank())[case]
+    given = {
+        side: each if isinstance(each, State) else State(model=each)
+        for side, each in (("source", source), ("target", target))
+    }
+    target = given["target"].model
     before = copy.deepcopy(target)
-    given = {"source": source if isinstance(source, State) else State(model=source), "target": State(model=target)}
     with pytest.raises((CheckpointError, ValueError, TypeError), match=text):
         reshard(**{**given, **options})
     assert all(torch.equal(target[name], each) for name, each in before.items())
+
+
+@pytest.mark.ranks(2)
+def test_reshard_fills_views_that_share_a_storage_but_no_element():
+    matrix, given = torch.zeros(6, 9), {f"t{number}": values((6, 3), number) for number in range(3)}
+    # The extents of these columns overlap, and no element is in two of them.
+    target = {"t0": matrix[:, :3], "t1": matrix[:, 3:7:2].T, "t2": matrix[:, 4:9:2]}
+    given["t1"] = values((2, 6), 1)
+    tied = torch.zeros(3)
+    given["u"] = given["v"] = torch.ones(3)
+    reshard(State(model=given), State(model={**target, "u": tied, "v": tied}))
+    assert all(torch.equal(target[name], given[name]) for name in target)
+    assert tied.tolist() == [1, 1, 1]
+    # The source may lie between the target's columns, too.
+    reshard(State(model={"t0": matrix[:, :3]}), State(model={"t0": matrix[:, 3:8:2]}))
+    assert torch.equal(matrix[:, 3:8:2], given["t0"])
 
 
 @pytest.mark.ranks(2)

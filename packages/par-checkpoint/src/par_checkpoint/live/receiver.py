@@ -5,6 +5,7 @@ import logging
 import threading
 import uuid
 from collections.abc import Iterator
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from par_groups import parse_size, written_
 from .._errors import CheckpointError
 from .._policies import check_timeout
 from ..state.collect import Content, collect
+from ..state.overlap import check_separate, regions_of
 from ..state.state import State
 from ..transfer.sessions import session_of
 from .rendezvous import ABORT, Rendezvous, Transaction, TransactionAborted
@@ -52,10 +54,13 @@ class Staged:
 
         Raises:
             CheckpointError: The version was applied before, or the model has other tensors now; nothing has changed.
+            ValueError: Two tensors of the model share memory; nothing has changed.
         """
         self._receiver._check_staged(self)
         state = self._receiver._state
         content = collect(state)
+        regions = (regions_of(entry.name, entry.sharding, entry.local) for entry in content.entries)
+        check_separate(chain.from_iterable(regions))
         self._weights.copy_to_(content.entries)
         increment_version([entry.local for entry in content.entries])
         model = state.model

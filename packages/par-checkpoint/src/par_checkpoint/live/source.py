@@ -17,7 +17,8 @@ from .._errors import UNDEFINED, CheckpointError, CorruptError
 from ..format.bytes import copy_elements_
 from ..plan.claims import name_of, section_of
 from ..state.collect import Content
-from ..state.model import device_for, local_of
+from ..state.model import device_for
+from ..state.overlap import MemoryRegion, check_separate, region_of_storage, regions_of
 from ..state.state import State
 from ..state.targets import FillTarget, OptimizerTargets, Targets, set_scalars_
 from ..storage.outline import Outline
@@ -112,8 +113,8 @@ class MemorySource:
         """Compute the pieces that this rank requests from each rank, and check that they exist. Collective.
 
         Raises:
-            ValueError: No rank holds some elements, a target shares memory with the source, or a target ties two
-                tensors of the source; on every rank.
+            ValueError: No rank holds some elements, a target shares memory with the source or with another target, or a
+                target ties two tensors of the source; on every rank.
         """
         if same:
             one, other = min(same)
@@ -123,7 +124,7 @@ class MemorySource:
         ranks, hosts = self.ranks, self.ranks.hosts()
 
         def plan() -> tuple[None, list[int]]:
-            self._check_separate(target for each in targets for target in each.pending)
+            check_separate(chain(self._regions(), *(target.regions() for each in targets for target in each.pending)))
             for each in targets:
                 wanted = [wanted for wanted, _ in self._wanted(each)]
                 self._requests[_section_of(each)] = PieceRequests(self.tensors, wanted, ranks.rank, hosts)
@@ -280,6 +281,17 @@ class MemorySource:
         """Tensors of the source on this rank."""
         return LocalState.of(self.content.entries, self.tensors)
 
+    def _regions(self) -> Iterator[MemoryRegion]:
+        """Yield the memory of the source on this rank, which must not change before it has left."""
+        freed: dict[int, MemoryRegion] = {}
+        for entry in self.content.entries:
+            if self.options.release:  # all of its storage is freed
+                region = region_of_storage(entry.name, entry.local)
+                freed.setdefault(region.begin, region)
+            else:
+                yield from regions_of(entry.name, entry.sharding, entry.local, is_source=True)
+        yield from freed.values()
+
     @cached_property
     def _exchange(self) -> PieceExchange[MemoryPiece]:
         """Buffers of all rounds and sections, and of the next move: new pages would cost as much as a copy."""
@@ -386,27 +398,6 @@ class MemorySource:
                 f"those that left: memory or a link is faulty, or a program has written to the source{UNDEFINED}"
             )
 
-    def _check_separate(self, targets: Iterable[FillTarget]) -> None:
-        """Raise ValueError if a target lies in the memory of a tensor of the source."""
-        held = sorted(
-            (*_extent(entry.local, of_storage=self.options.release), name_of(entry.key))
-            for entry in self.content.entries
-        )
-        begins = [begin for begin, _, _ in held]
-        reached = 0
-        ends = [reached := max(reached, end) for _, end, _ in held]  # ascending, so that one comparison is enough
-        for target in targets:
-            if target.tensor.is_meta:
-                continue
-            begin, end = _extent(local_of(target.tensor))
-            before = bisect_left(begins, end)  # boxes of the source that begin before the target's end
-            if begin < end and before and ends[before - 1] > begin:
-                other = next(name for low, high, name in held if low < end and high > begin)
-                raise ValueError(
-                    f"{name_of(target.key)!r} in the target shares memory with {other!r} in the source; make the "
-                    "target of its own, such as by copy.deepcopy, or leave out what need not move"
-                )
-
 
 def _section_of(targets: Targets) -> str:
     """Return the section that some targets belong to."""
@@ -416,22 +407,6 @@ def _section_of(targets: Targets) -> str:
 def _undefined(error: BaseException) -> BaseException:
     """Return an error with the note that some tensors may be filled and others not."""
     return CheckpointError(f"{error}{UNDEFINED}") if isinstance(error, Exception) else error
-
-
-def _extent(local: torch.Tensor, *, of_storage: bool = False) -> tuple[int, int]:
-    """Return the addresses of a tensor's first byte and of the byte after its last.
-
-    Args:
-        local: The tensor.
-        of_storage: Whether its whole storage counts, which a release frees.
-    """
-    if not local.numel():
-        return 0, 0
-    if of_storage:
-        storage = local.untyped_storage()
-        return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-    last = sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
-    return local.data_ptr(), local.data_ptr() + (last + 1) * local.element_size()
 
 
 def _packed(pieces: Sequence[MemoryPiece], buffer: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -30,6 +30,7 @@ from .model import (
     unwrapped,
 )
 from .optimizer import MASTER, Naming, PackedSlots, other_kind, other_slots, slot_sharding
+from .overlap import MemoryRegion, check_separate, regions_of
 from .quantised import Scales, is_float8, quantised
 from .transformers import conversion_of
 
@@ -51,6 +52,10 @@ class FillTarget:
     dtype: torch.dtype
     sharding: Sharding
     tensor: torch.Tensor
+
+    def regions(self) -> Iterator[MemoryRegion]:
+        """Yield the memory that is filled; see `regions_of`."""
+        yield from regions_of(name_of(self.key), self.sharding, local_of(self.tensor))
 
     def entry(self, device: torch.device) -> LocalTensor:
         """Return the target as an entry; a tensor on the meta device gets memory on `device`."""
@@ -138,10 +143,9 @@ class Targets:
             if not has_shape:
                 self.resized.add(name)
             return
-        # A stride of 0 means that several elements are one number in memory.
-        if any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
-            raise ValueError(f"{name!r} is expanded: its elements share memory and cannot differ; call .contiguous()")
-        self.pending.append(FillTarget(key=key, dtype=place.dtype, sharding=sharding, tensor=tensor))
+        target = FillTarget(key=key, dtype=place.dtype, sharding=sharding, tensor=tensor)
+        check_separate(target.regions())
+        self.pending.append(target)
 
 
 def model_targets(
