@@ -142,6 +142,25 @@ def test_a_version_cannot_be_cast_to_integers(rendezvous):
             Publisher(rendezvous[0], State(model={"a": torch.ones(3)}), dtype=dtype)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "served"),
+    [(torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16), (torch.float16, torch.float32)],
+)
+def test_receiver_takes_values_that_its_dtype_lacks(rendezvous, dtype, served):
+    """A digest of the values before a cast that rounds them would abort each update, again and again."""
+    given = torch.tensor([float("nan"), 1e6, 1e-9, 1.001])
+    model = {"a": torch.zeros(4, dtype=served)}
+    with (
+        Publisher(rendezvous[0], State(model={"a": given}), dtype=dtype, timeout=20) as publisher,
+        Receiver(rendezvous[0], State(model=model), timeout=20) as receiver,
+    ):
+        for version in (1, 2):
+            given[3] += version
+            publisher.publish(version)
+            polled(receiver).apply()
+            torch.testing.assert_close(model["a"], given.to(dtype).to(served), rtol=0, atol=0, equal_nan=True)
+
+
 def test_exchange_of_bad_arguments_raises(rendezvous):
     at, _ = rendezvous
     model = {"a": torch.ones(2)}

@@ -126,6 +126,21 @@ def test_reshard_casts_on_the_rank_with_the_wider_dtype(source, target):
     assert received == bound == 96 * min(source.itemsize, target.itemsize)
 
 
+EXTREME = torch.tensor([float("nan"), -float("nan"), 1e6, 1e-9, -0.0, float("inf"), 1.001, 3e38] * 5)
+
+
+@for_each(
+    source=[torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2],
+    target=[torch.float32, torch.bfloat16, torch.float16],
+)
+@pytest.mark.ranks(2)
+def test_reshard_with_verify_casts_values_that_the_target_lacks(source, target):
+    given, other = EXTREME.to(source), torch.zeros(40, dtype=target)
+    giver = State(model={"a": given}) if dist.get_rank() == 0 else State()
+    reshard(giver, State(model={"a": other}), dtype=target, verify=True)
+    torch.testing.assert_close(other, given.to(target), rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.ranks(2)
 def test_reshard_fills_parameters_made_in_inference_mode():
     model = make_model()

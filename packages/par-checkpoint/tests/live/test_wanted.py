@@ -201,7 +201,7 @@ def test_halved_pieces_are_disjoint_and_small():
     [
         (torch.float32, torch.bfloat16, torch.bfloat16),
         (torch.bfloat16, torch.float32, torch.bfloat16),
-        (torch.float16, torch.bfloat16, torch.float16),
+        (torch.float16, torch.bfloat16, torch.bfloat16),
         (torch.float8_e4m3fn, torch.float32, torch.float8_e4m3fn),
         (torch.int64, torch.int64, torch.int64),
     ],
@@ -229,6 +229,16 @@ def test_digest_sees_swapped_flipped_and_lost_elements():
     found = {digest_of_box(each, (0, 0), (3, 4)) for each in (values, swapped, flipped, values.flip(0))}
     found.add(digest_of_box(values[:2], (0, 0), (3, 4)))
     assert len(found) == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float8_e5m2])
+def test_digest_counts_all_nan_as_one_value(dtype):
+    one = torch.tensor([1.0, float("nan"), 2.0]).to(dtype)
+    other = one.clone()
+    other.view(torch.uint8).view(3, -1)[1, 0] ^= 1  # another payload
+    assert other[1].float().isnan()
+    moved = one[[1, 0, 2]] if dtype != torch.float8_e5m2 else one.view(torch.uint8)[[1, 0, 2]].view(dtype)
+    assert digest_of_box(one, (0,), (3,)) == digest_of_box(other, (0,), (3,)) != digest_of_box(moved, (0,), (3,))
 
 
 @pytest.mark.parametrize("size", [1, 2, 62, 63, 130])

@@ -1,7 +1,8 @@
 """Digest of a tensor's values that does not depend on how ranks shard it.
 
-Each element adds a hash of its global index and its bits to a sum. Ranks add up the sums of their elements, so senders
-and receivers can be compared, whatever boxes they hold. The sum shows lost, swapped, stale and flipped elements.
+Each element adds a hash of its global index and its bits to a sum; all NaN count as one value. Ranks add up the sums of
+their elements, so senders and receivers can be compared, whatever boxes they hold. The sum shows lost, swapped, stale
+and flipped elements.
 """
 
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ import torch
 
 from ..format.bytes import as_integers
 from ..plan.coverage import row_major
+from ..state.quantised import is_float8
 
 MODULUS = 1 << 40
 """Sums of digests are taken modulo this number, so that thousands of ranks can add them up in 64 bits."""
@@ -29,8 +31,12 @@ def digest_of_box(values: torch.Tensor, start: Sequence[int], shape: Sequence[in
     """
     if values.dtype == torch.complex128:  # two elements of 64 bits
         values, start, shape = torch.view_as_real(values), (*start, 0), (*shape, 2)
+    values = values.contiguous().cpu()
     # Elements are cast to integers of 64 bits only after the copy to a dense tensor of their own width.
-    bits = as_integers(values.contiguous().cpu()).to(torch.int64)
+    bits = as_integers(values).to(torch.int64)
+    if is_float8(values.dtype) or values.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        # A cast of NaN and the cast back may give other bits, and so may torch's vector code and its scalar code.
+        bits.masked_fill_((values.float() if is_float8(values.dtype) else values).isnan(), -1)
     index = torch.zeros((), dtype=torch.int64, device="cpu")
     for low, size, stride in zip(start, values.shape, row_major(shape), strict=True):
         index = index[..., None] + torch.arange(low, low + size, device="cpu") * stride

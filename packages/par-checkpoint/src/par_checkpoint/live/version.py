@@ -11,7 +11,7 @@ import torch
 from par_groups import Box, Sharding
 
 from .._apply import Into, apply_
-from .._errors import CheckpointError, UnansweredError
+from .._errors import CheckpointError, CorruptError, UnansweredError
 from ..format.bytes import copy_elements_
 from ..plan.claims import LocalTensor
 from ..state.collect import Content, collect
@@ -171,7 +171,9 @@ class Update:
             # A process ends the move without an error only after all have compared the digests of complete copies. So
             # if another process has committed, this copy is complete, too.
             decision = transaction.decide(ABORT)
-            _logger.info("update %d ended with %s: %s", transaction.number, decision, error)
+            # Other values than those that left may arrive again and again, while nothing else shows it.
+            level = logging.WARNING if isinstance(error, CorruptError) else logging.INFO
+            _logger.log(level, "update %d ended with %s: %s", transaction.number, decision, error)
             is_mismatch = isinstance(error, ValueError | TypeError | CheckpointError)
             if is_mismatch and not isinstance(error, UnansweredError) and not (begun and begun[0].has_begun):
                 raise MismatchError(f"the trainer's weights do not fit the generator's: {error}") from None

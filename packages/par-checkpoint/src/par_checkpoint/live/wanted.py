@@ -210,7 +210,8 @@ def halved(piece: MemoryPiece, limit: int) -> Iterator[MemoryPiece]:
 
 def wire_dtype(source: torch.dtype, target: torch.dtype) -> torch.dtype:
     """Return the dtype of elements on the way: the narrower one, so that the rank with the wider dtype casts."""
-    return target if target.itemsize < source.itemsize and target in DTYPES else source
+    # Of two dtypes of one width, neither has all values of the other. The taker's digest then needs the giver's cast.
+    return target if target.itemsize <= source.itemsize and target in DTYPES else source
 
 
 def _overlapping(boxes: Boxes, rectangles: Sequence[Rectangle]) -> list[int]:
