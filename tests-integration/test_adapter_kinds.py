@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from par_pipeline import PipelineError
 from par_testing import keep_fp64, storm
 from par_train import Strategy
 
@@ -157,5 +158,52 @@ def test_each_kind_of_adapter_trains_or_is_named(way, tmp_path):
         except ImportError:
             assert kind == "ADAMSS"  # it needs scikit-learn
         except BaseException as error:
+            error.add_note(f"with {kind}")
+            raise
+
+
+CAUSAL = ["LORA", "POLY", "PREFIX_TUNING"]
+OTHER_LOSS = {
+    "ADALORA": "AdaLoraModel of peft adds to the loss; pass a criterion",
+    "SHADOW": "ShadowModel of peft adds to the loss; pass a criterion",
+    **dict.fromkeys(
+        ("MULTITASK_PROMPT_TUNING", "PROMPT_TUNING", "P_TUNING"),
+        r"the next token of \[4, 12\] tokens, and the model returns logits of \[4, 16\], as with the virtual tokens",
+    ),
+}
+
+
+def check_loss(kind, folder):
+    """The loss without a criterion is the adapted model's own, or an error says that it is another one."""
+    ids = torch.arange(48).view(4, 12) % tiny_llama.WORDS
+    batch = {"input_ids": ids, "labels": ids}
+    if kind in ("POLY", "MULTITASK_PROMPT_TUNING"):
+        batch["task_ids"] = torch.zeros(4, dtype=torch.int64)
+    with Strategy(seed=3) as strategy:
+        model = adapted(kind, folder)
+        expected = model(**batch).loss.item()
+        model, optimizer = strategy.initialize(model, optimizer_of(model))
+        if kind in OTHER_LOSS:
+            with pytest.raises((ValueError, PipelineError), match=OTHER_LOSS[kind]):
+                strategy.execute_pipeline(iter([batch]), model, None, optimizer)
+        else:
+            loss = strategy.execute_pipeline(iter([batch]), model, None, optimizer)
+            assert loss.item() == pytest.approx(expected, rel=1e-6 if kind in FP32 else 1e-12)
+
+
+@pytest.mark.ranks(1, timeout=300)
+@pytest.mark.parametrize("kinds", [(*CAUSAL, *OTHER_LOSS), storm(tuple(kind.value for kind in CONFIGS))])
+def test_loss_of_an_adapted_model_is_its_own_or_refused(kinds, tmp_path):
+    folder = str(tmp_path / "lora")
+    peft.get_peft_model(base(), peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"])).save_pretrained(folder)
+    for kind in kinds:
+        try:
+            with nullcontext() if kind in FP32 else keep_fp64():
+                check_loss(kind, folder)
+        except ImportError:
+            assert kind == "ADAMSS"  # it needs scikit-learn
+        except BaseException as error:
+            if kind == "CPT" and "gives its parameters other memory" in str(error):
+                continue
             error.add_note(f"with {kind}")
             raise

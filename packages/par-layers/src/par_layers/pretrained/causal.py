@@ -74,6 +74,9 @@ def unlike_causal(model: nn.Module) -> str | None:
     is_itself = outside is pretrained or attributes.PRETRAINED.is_on(outside)
     if not is_itself and (peft is None or not isinstance(outside, peft.PeftModel)):
         return f"a {type(outside).__name__} contains a {type(pretrained).__name__} and may compute its own loss"
+    tuner: Any = pretrained if is_itself else outside.base_model
+    if tuner is not pretrained and "loss" in inspect.unwrap(type(tuner).forward).__code__.co_names:
+        return f"{type(tuner).__name__} of peft adds to the loss"
     code = inspect.unwrap(type(pretrained).forward).__code__
     kind = type(pretrained).__name__
     if pretrained.config.is_encoder_decoder or "loss_function" not in code.co_names:
@@ -151,7 +154,9 @@ class CausalModel:
         self.config = self._model.config
         self._known: Parallelization | None = parallelization_around(model)
         names = inspect.signature(inspect.unwrap(type(self._model).forward)).parameters
-        self._takes = names.keys() - {"input_ids", "labels", "shift_labels", "num_items_in_batch"}
+        # A model around it may take more, such as the numbers of tasks of an adapter.
+        around = inspect.signature(getattr(model, "_orig_mod", model).forward).parameters
+        self._takes = {*names, *around} - {"input_ids", "labels", "shift_labels", "num_items_in_batch"}
         self._placeholder_trial = PlaceholderTrial(self._model)
         self.reads_images = any(name.startswith("pixel_values") for name in names)
         # A prepared model takes positions also if its forward does not: they describe documents.
@@ -209,7 +214,17 @@ class CausalModel:
         Args:
             outputs: The outputs of the model, or only its logits, as the last stage of a pipeline returns them.
             labels: The label of the next token for each token, int64, [rows, time].
+
+        Raises:
+            ValueError: The logits are of other tokens.
         """
+        found = logits_of(outputs).shape[:2]
+        if found != labels.shape:
+            raise ValueError(
+                f"criterion=None: it means the loss of the next token of {list(labels.shape)} tokens, and the model "
+                f"returns logits of {list(found)}, as with the virtual tokens of a prompt; pass a "
+                "criterion(outputs, batch)"
+            )
         if self._known is None or self._known.vocabulary is None:  # such as a plan without a rule for the head
             total, count = causal_lm_loss(outputs, {"shift_labels": labels})
         else:
