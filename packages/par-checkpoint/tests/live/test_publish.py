@@ -177,6 +177,8 @@ def test_exchange_of_bad_arguments_raises(rendezvous):
         publisher.publish(True)
     with pytest.raises(TypeError, match="generators='all': not a number of generators"):
         publisher.publish(1).wait(generators="all")
+    with pytest.raises(ValueError, match="generators=-1: not a number of generators; pass 0 or more"):
+        publisher.publish(2).wait(generators=-1)
     publisher.close()
     with pytest.raises(CheckpointError, match="this publisher is closed, so nobody would receive"):
         publisher.publish(2)
@@ -240,6 +242,45 @@ def test_receiver_that_is_closed_as_a_version_arrives_ends(rendezvous, monkeypat
         publisher.publish(1).wait(timeout=30)
         receiver._thread.join(30)
         assert not receiver._thread.is_alive()
+
+
+def test_wait_for_a_version_ends_when_the_publisher_is_closed(rendezvous):
+    publisher = Publisher(rendezvous[0], State(model={"a": torch.ones(3)}), timeout=5)
+    published = publisher.publish(1)
+    closing = threading.Timer(0.2, publisher.close)
+    closing.start()
+    begin = time.monotonic()
+    for _ in range(2):  # during the call and before it
+        with pytest.raises(CheckpointError, match="this publisher was closed, and fewer than 1 generators"):
+            published.wait(timeout=60)
+    assert time.monotonic() - begin < 30
+    closing.join()
+
+
+def test_publish_in_several_threads_offers_one_version_after_the_other(rendezvous):
+    at, model, versions, lock = rendezvous[0], {"a": torch.zeros(3)}, iter(range(1, 61)), threading.Lock()
+    failed = []
+    with Publisher(at, State(model={"a": torch.ones(3)}), timeout=20) as publisher:
+
+        def publish():
+            for _ in range(20):
+                with lock:
+                    version = next(versions)
+                try:
+                    publisher.publish(version)
+                except ValueError:
+                    pass  # another thread has published a later version
+                except Exception as error:
+                    failed.append(error)
+
+        threads = [threading.Thread(target=publish) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failed
+        with Receiver(at, State(model=model), timeout=20) as receiver:
+            assert polled(receiver).version == 60
 
 
 def test_publisher_of_two_at_one_rendezvous_raises_on_the_older(rendezvous):

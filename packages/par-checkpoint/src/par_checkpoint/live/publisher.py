@@ -49,7 +49,8 @@ class Publication:
             timeout: Maximum seconds.
 
         Raises:
-            CheckpointError: The time is over, or the store is lost.
+            TypeError, ValueError: `generators` is not a number of generators.
+            CheckpointError: The time is over, the store is lost, or the publisher is closed.
         """
         self._publisher._wait_for(self.version, generators, timeout)
 
@@ -141,6 +142,10 @@ class Publisher:
         begin = time.perf_counter()
         with self._session.calling(f"publish({version})", self._timeout) as session:
 
+            def check_version() -> None:
+                if self._newest is not None and version <= self._newest[0]:
+                    raise ValueError(f"version={version}: {self._newest[0]} is published; pass a larger number")
+
             def copy() -> WeightCopy:
                 if self._error is not None:
                     raise CheckpointError(f"generators cannot be reached any longer: {self._error}") from self._error
@@ -151,8 +156,7 @@ class Publisher:
                 # The store has the number as text, and generators read an integer there.
                 if not isinstance(version, int) or isinstance(version, bool):
                     raise TypeError(f"version={version!r}: it must be an int; pass one, such as the number of the step")
-                if self._newest is not None and version <= self._newest[0]:
-                    raise ValueError(f"version={version}: {self._newest[0]} is published; pass a larger number")
+                check_version()
                 # The copy is made on every publish, because the trainer may replace its tensors between two versions.
                 content = collect(self._state)
                 found = WeightCopy.like(content, self._dtype)
@@ -163,9 +167,12 @@ class Publisher:
             def offer() -> None:
                 # Only an answer shows that the store is alive: it may accept a value after its host has died.
                 try:
-                    latest = self._store.add("publishers", 0)
-                    self._store.set("newest", f"{self._number} {version}")
-                    offered = self._store.get("newest").decode()
+                    with self._changed:
+                        if self._newest != (version, held):
+                            return  # another thread of a trainer with one process has published a later one
+                        latest = self._store.add("publishers", 0)
+                        self._store.set("newest", f"{self._number} {version}")
+                        offered = self._store.get("newest").decode()
                 except dist.DistError as error:
                     raise CheckpointError(f"the store at {self._at.address} is lost; start another one") from error
                 if latest != self._number or offered != f"{self._number} {version}":
@@ -175,6 +182,7 @@ class Publisher:
 
             held = session.ranks.agree(copy)
             with self._changed:
+                check_version()  # the calls of threads overlap if the trainer has one process
                 # A version that no generator has taken can be no base of a later update.
                 if self._newest is not None and self._newest[0] in self._commits:
                     self._kept.append(self._newest[1])
@@ -197,6 +205,8 @@ class Publisher:
             _logger.info("the store at %s is lost, so nobody waits for this rank: %s", self._at.address, error)
         self._closing.set()
         self._thread.join()
+        with self._changed:
+            self._changed.notify_all()
 
     def __enter__(self) -> "Publisher":
         return self
@@ -206,19 +216,32 @@ class Publisher:
 
     def _wait_for(self, version: int, generators: int, timeout: float) -> None:
         """Wait for committed updates of a version or of later ones."""
-        if not isinstance(generators, int):
+        if not isinstance(generators, int) or isinstance(generators, bool):
             raise TypeError(f"generators={generators!r}: not a number of generators; pass an int such as 1")
+        if generators < 0:
+            raise ValueError(f"generators={generators}: not a number of generators; pass 0 or more")
         check_timeout(timeout)
 
-        def is_over() -> bool:
+        def taken() -> int:
             # A later version also serves a caller that waits for this one.
-            done = sum(count for number, count in self._commits.items() if number >= version)
-            return done >= generators or self._error is not None
+            return sum(count for number, count in self._commits.items() if number >= version)
+
+        def is_closed() -> bool:
+            return self._closing.is_set() and not self._thread.is_alive()  # after the last update
+
+        def is_over() -> bool:
+            return taken() >= generators or self._error is not None or is_closed()
 
         with self._changed:
-            found = self._changed.wait_for(is_over, timeout)
+            self._changed.wait_for(is_over, timeout)
+            found = taken() >= generators
         if self._error is not None:
             raise CheckpointError(f"generators cannot be reached any longer: {self._error}") from self._error
+        if not found and is_closed():
+            raise CheckpointError(
+                f"this publisher was closed, and fewer than {generators} generators have taken version {version}; call "
+                "close() after wait()"
+            )
         if not found:
             raise CheckpointError(
                 f"timeout={timeout:g}: fewer than {generators} generators have taken version {version}; look at their "
