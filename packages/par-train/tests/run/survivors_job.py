@@ -3,7 +3,8 @@
 The argument is JSON: "kills" has lists of number, step and phase; "steps" and "zero" are those of the run;
 "back" has a step before which the run is saved, and one before which this checkpoint is loaded; "tiers" has folders to
 which each step saves in the background; "norm" makes the run one with BatchNorm and an average of weights; "width" is
-that of the layer in the middle; "blind" has lists of number and step, of ranks that do not see the end of `ready`.
+that of the layer in the middle; "blind" has lists of number and step, of ranks that do not see the end of `ready`;
+"leaves" is a number and a step at which this rank ends with exit code 0.
 """
 
 import json
@@ -66,6 +67,7 @@ class Mortal(Survivors):
     """Survivors that kill themselves at the phases of a step that the job lists."""
 
     kills: tuple = ()
+    leaves: list | None = None
     norm = False
     width = 13
     tries = 0
@@ -75,6 +77,8 @@ class Mortal(Survivors):
         self.tries += phase == "forward"
         if (self.number, int(self._told.steps), phase) in self.kills:
             os.kill(os.getpid(), 9)
+        if [self.number, int(self._told.steps)] == self.leaves:
+            os._exit(0)
 
     def save(self, tiers):
         """Begin a save, and die within it or within its copy to the second tier, if that is this rank's end."""
@@ -110,6 +114,7 @@ def averaged(average, model):
 
 def main():
     given = json.loads(sys.argv[1])
+    Mortal.leaves = given.get("leaves")
     Mortal.kills, Mortal.norm = tuple(map(tuple, given.get("kills", ()))), given.get("norm", False)
     Mortal.width = given.get("width", Mortal.width)
     saves, average = {}, {}

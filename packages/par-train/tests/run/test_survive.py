@@ -20,6 +20,7 @@ from par_data import ShardedDataLoader
 from par_train import Survivors, TrainState
 from par_train.run.survive.options import lanes_of, mean_of
 from par_train.run.survive.reports import RankReport, RingPlace, is_whole
+from par_train.run.survive.step import SurvivedStep
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="losing a rank needs Linux")
 
@@ -29,6 +30,28 @@ IN_MOVES = ("connected", "formed", "told", "built", "moved")
 """They need an epoch that begins at the step: another rank dies first."""
 
 PHASES = ("forward", "backward", "sending", "reduced", "passed", "updated", *IN_MOVES)
+
+
+class OneRank:
+    """A run that reads one row in each try, as one rank among others."""
+
+    rows = 0
+
+    def run(self, number, loss_of):
+        self.rows += 1
+        return loss_of(None, number)
+
+
+def test_step_that_raised_an_error_is_not_run_again():
+    """The second try would read the next rows, while the other ranks are at the rows of the first one."""
+    survivors = OneRank()
+    step = SurvivedStep(survivors.run, 3)
+    with pytest.raises(KeyError):
+        step.run(lambda _, batch: {}[batch])
+    with pytest.raises(RuntimeError, match="step 3 has raised an error on this rank, and cannot be run again"):
+        step.run(lambda _, batch: batch)
+    assert survivors.rows == 1
+    assert SurvivedStep(survivors.run, 4).run(lambda _, batch: batch) == 4
 
 
 def job_module():
@@ -120,6 +143,13 @@ def test_survivors_share_the_batch_after_a_loss(tmp_path):
     told = end(tmp_path, job)
     sizes = {each["step"]: len(each["ranks"]) for each in told}
     assert [sizes[step] for step in (0, 1, 3, 9)] == [3, 3, 2, 2]
+
+
+def test_survivors_raise_if_a_rank_leaves_the_run_early(tmp_path):
+    job = start(tmp_path, "--ranks=3", leaves=[1, 2])
+    errors = job.communicate(timeout=200)[1]
+    assert errors.count("step 2: another rank has ended with exit code 0, which ends the run for all ranks") == 2
+    assert max(each["step"] for each in lines_of(tmp_path)) == 1
 
 
 def test_survivors_restore_the_shard_of_a_lost_rank(tmp_path):

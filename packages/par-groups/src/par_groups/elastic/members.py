@@ -97,6 +97,11 @@ class Members:
         """The position of this rank among the members: its rank in torch.distributed."""
         return self.ranks.index(self.number)
 
+    @property
+    def is_spare(self) -> bool:
+        """Whether the other ranks have formed an epoch without this one, or it was started as a spare."""
+        return self._is_spare
+
     def form(self, timeout: timedelta | float | None = None) -> Environment | None:
         """Leave the current epoch, wait until the next one is decided, and start torch.distributed in it. Collective.
 

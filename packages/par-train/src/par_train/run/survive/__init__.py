@@ -1,5 +1,5 @@
 """Training that goes on in the same processes after a rank is lost.
 
-`survivors` runs the steps and moves the state after a loss, `reports` has what ranks tell each other before a move, and
-`options` checks what is supported.
+`survivors` moves the state after a loss and runs the steps, which `step` hands to the caller; `reports` has what ranks
+tell each other before a move, and `options` checks what is supported.
 """

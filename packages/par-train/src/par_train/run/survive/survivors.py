@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from par_checkpoint import Shadow, State, reshard
@@ -29,8 +29,7 @@ from ...strategy.options import StrategyOptions
 from ...strategy.strategy import Strategy
 from .options import check_options, lanes_of, mean_of, mixed_of, nccl_error
 from .reports import RankReport, RingPlace, before_move, is_whole
-
-Loss = Tensor | tuple[Tensor, Tensor | float]
+from .step import Loss, SurvivedStep
 
 _NOTHING = -2
 """`passed` before the run has begun anywhere, so that a run whose state is lost is none that begins."""
@@ -65,36 +64,6 @@ class StateLostError(RuntimeError):
 
 class _RunOver(Exception):  # noqa: N818 - no error of the caller
     """The other ranks have ended the run."""
-
-
-class SurvivedStep:
-    """One optimizer step of a run that survives the loss of ranks.
-
-    Args:
-        survivors: The run.
-        number: The number of the step, from 0.
-
-    Attributes:
-        number: The number of the step, from 0.
-    """
-
-    def __init__(self, survivors: "Survivors", number: int) -> None:
-        self._survivors, self.number = survivors, number
-
-    def run(self, loss_of: Callable[[nn.Module, Any], Loss]) -> float:
-        """Do the step until it counts: read a batch, forward, backward, update. Collective.
-
-        Args:
-            loss_of: A function of the model and this rank's part of the batch. It returns the mean loss of its rows, or
-                the sum of the losses and the number of items that they are of. It may run several times in one step.
-
-        Returns:
-            The mean loss over the whole batch.
-
-        Raises:
-            RuntimeError: No rank is left that holds the state.
-        """
-        return self._survivors.run(self.number, loss_of)
 
 
 class Survivors:
@@ -200,7 +169,7 @@ class Survivors:
         """
         while self.state is not None and self._told.steps < until:
             done = self._told.steps
-            yield SurvivedStep(self, done)
+            yield SurvivedStep(self.run, done)
             if self.state is not None and self._told.steps == done:
                 raise RuntimeError(f"step {done} was not run; call step.run(loss_of) in each iteration")
         try:
@@ -226,6 +195,12 @@ class Survivors:
             if self._has_formed or self._members.is_broken() or (self._joins and self._sums[0] > 0):
                 self._renew()
         except _RunOver:
+            if not self._members.is_spare:
+                # A member that has done all steps waits until the others have, too, so one has left before.
+                raise RuntimeError(
+                    f"step {number}: another rank has ended with exit code 0, which ends the run for all ranks; let "
+                    "all ranks leave the loop at the same step, or exit with another code to leave the other ranks in"
+                ) from None
             self.state = None  # the other ranks have gone on without this one, which was silent for too long
         return self._told.loss / self._told.samples
 
