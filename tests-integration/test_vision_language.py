@@ -434,6 +434,75 @@ def test_images_that_do_not_fit_on_one_rank_raise_on_all_ranks(way):
             assert loss.item() == expected[0].item(), (way, name)
 
 
+def llava_next():
+    return transformers.LlavaNextForConditionalGeneration(
+        transformers.LlavaNextConfig(
+            vision_config=transformers.CLIPVisionConfig(**TOWER, image_size=8, patch_size=4),
+            text_config=transformers.LlamaConfig(**TEXT),
+            image_token_id=IMAGE,
+            vision_feature_layer=-1,
+            image_grid_pinpoints=[[8, 16], [16, 8], [16, 16]],
+        )
+    )
+
+
+def smol_vlm():
+    return transformers.SmolVLMForConditionalGeneration(
+        transformers.SmolVLMConfig(
+            vision_config={**TOWER, "image_size": 8, "patch_size": 2},
+            text_config=transformers.LlamaConfig(**TEXT),
+            image_token_id=IMAGE,
+            scale_factor=2,
+        )
+    )
+
+
+def uneven(name):
+    """Two rows of as many labels, with one and two images; those of LLaVA-NeXT are of two aspect ratios."""
+    ids = torch.randint(1, WORDS, (2, 48), generator=torch.Generator().manual_seed(5))
+    pixels = torch.randn(2, 5, 3, 8, 8, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    if name == "SmolVLM":
+        mask = torch.ones(2, 2, 8, 8, dtype=torch.bool)
+        given = {"pixel_values": pixels[:, :2].clone(), "pixel_attention_mask": mask}
+        given["pixel_values"][0, 1], given["pixel_attention_mask"][0, 1], first, second = 0, False, 4, 8
+    else:
+        given = {"pixel_values": pixels[[0, 1, 0]], "image_sizes": torch.tensor([[16, 16], [8, 16], [8, 16]])}
+        first, second = 24, 28
+    ids[0, 2 : 2 + first], ids[1, 2 : 2 + second] = IMAGE, IMAGE
+    return {"input_ids": ids, "labels": ids.masked_fill(ids == IMAGE, -100), **given}
+
+
+@for_each(name={"LLaVA-NeXT": llava_next, "SmolVLM": smol_vlm})
+@pytest.mark.ranks(2, timeout=120)
+def test_images_of_uneven_numbers_and_sizes_equal_one_device_in_microbatches(name):
+    make = {"LLaVA-NeXT": llava_next, "SmolVLM": smol_vlm}[name]
+    torch.manual_seed(0)
+    reference = make().double()
+    text = {key: uneven(name)[key].clamp(max=WORDS) for key in ("input_ids", "labels")}
+    text["labels"] = uneven(name)["labels"]
+    with keep_fp64():
+        for given in (uneven(name), text):  # as many labels, so the mean over ranks is the mean of their losses
+            (reference(**given, use_cache=False).loss / 2).backward()
+    for microbatches in (1, 2):
+        with keep_fp64(), Strategy(pipeline={"microbatches": microbatches}) as strategy:
+            torch.manual_seed(0)
+            model = make().double()
+            before = {key: x.detach().clone() for key, x in model.named_parameters()}
+            model, optimizer = strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0))
+            mine = text if dist.get_rank() else uneven(name)
+            strategy.execute_pipeline(iter([mine]), model, None, optimizer)
+            optimizer.step()
+            for (key, after), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+                gradient = 0.0 if expected.grad is None else expected.grad
+                assert (before[key] - after - gradient).abs().max() < 1e-10, (microbatches, key)
+            # Too few placeholders on one rank raise on all ranks, which continue with the next batch.
+            bad = uneven(name)
+            bad["input_ids"][0, 2] = 1
+            with pytest.raises(ValueError, match="do not fit the images in pixel_values"):
+                strategy.execute_pipeline(iter([text if dist.get_rank() else bad]), model, None, optimizer)
+            strategy.execute_pipeline(iter([mine]), model, None, optimizer)
+
+
 @pytest.mark.ranks(2, timeout=120)
 def test_images_on_one_rank_of_a_sequence_raise_on_all_ranks():
     with Strategy(parallel={"sequence": {"size": 2, "mode": "gather"}}) as strategy:

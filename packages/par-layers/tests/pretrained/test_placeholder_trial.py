@@ -49,6 +49,18 @@ def mistral3():
     return made("Mistral3", vision, vision_feature_layer=-1, spatial_merge_size=1)
 
 
+def smol_vlm(name="SmolVLM", **text):
+    vision = {**TOWER, "image_size": 8, "patch_size": 2}
+    own = {"text_config": transformers.LlamaConfig(**TEXT, **text), "image_token_id": IMAGE, "scale_factor": 2}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(vision_config=vision, **own)
+    return getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+
+
+def idefics3():
+    return smol_vlm("Idefics3", pad_token_id=0)
+
+
 PIXELS = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 CASES = {
     "one size": (llava, {"pixel_values": PIXELS}, 8),
@@ -69,6 +81,13 @@ CASES = {
         {"pixel_values": PIXELS.repeat(1, 1, 2, 2), "image_sizes": torch.tensor([[16, 8], [8, 12]])},
         8 + 6,
     ),
+    # Rows have different numbers of images, and zeros stand for those that a row lacks.
+    "padded images": (
+        smol_vlm,
+        {"pixel_values": PIXELS[:, None] * torch.tensor([[1, 1], [1, 0]])[..., None, None, None]},
+        12,
+    ),
+    "padded images of another comparison": (idefics3, {"pixel_values": PIXELS[:, None]}, 8),
     "merged patches": (intern_vl, {"pixel_values": PIXELS.repeat(1, 1, 2, 2)}, 8),
 }
 
@@ -105,13 +124,15 @@ def test_pixels_of_another_size_are_objected_to():
     assert problem == str(caught.value)
 
 
-def test_model_that_reads_numbers_of_pixels_is_left_to_its_forward(monkeypatch):
-    of_tower = transformers.LlavaModel.get_image_features
-    monkeypatch.setattr(
-        transformers.LlavaModel,
-        "get_image_features",
-        lambda self, pixel_values, **keywords: of_tower(self, pixel_values * pixel_values.max().item(), **keywords),
-    )
+def test_model_that_mixes_numbers_of_pixels_with_its_features_is_left_to_its_forward(monkeypatch):
+    project = transformers.LlavaModel.get_image_features
+
+    def read(self, pixel_values, **keywords):
+        outputs = project(self, pixel_values, **keywords)
+        assert isinstance(outputs.pooler_output[0].sum().item(), float)
+        return outputs
+
+    monkeypatch.setattr(transformers.LlavaModel, "get_image_features", read)
     model = llava()
     trial = PlaceholderTrial(model)
     batch = {"input_ids": ids_with(3), "pixel_values": PIXELS[:1]}
@@ -121,6 +142,43 @@ def test_model_that_reads_numbers_of_pixels_is_left_to_its_forward(monkeypatch):
     # The copy is not run again in each batch.
     monkeypatch.setattr(PlaceholderTrial, "_run", None)
     assert trial.problem(batch, 3) is None
+
+
+def test_keys_that_the_forward_cannot_read_are_objected_to_after_a_good_batch():
+    trial = PlaceholderTrial(llava_next())
+    _, images, needed = CASES["sizes of images"]
+    batch = {"input_ids": ids_with(needed), **images}
+    assert trial.problem(batch, needed) is None
+    assert "size" in trial.problem({**batch, "pixel_values": torch.zeros(1, 5, 3, 8, 4)}, needed)
+    assert "TypeError" in trial.problem({name: x for name, x in batch.items() if name != "image_sizes"}, needed)
+    assert trial.problem(batch, needed) is None
+
+
+def test_strings_and_numbers_of_a_batch_reach_the_trial():
+    model = llava()
+    trial = PlaceholderTrial(model)
+    for strategy, needed in (("default", 4), ("full", 5), ("default", 4)):
+        batch = {"input_ids": ids_with(needed), "pixel_values": PIXELS[:1], "vision_feature_select_strategy": strategy}
+        assert model(**batch).logits.isfinite().all()
+        assert trial.problem(batch, needed) is None
+
+
+def test_tower_that_the_configuration_does_not_name_is_not_tried():
+    model = llava()
+    model.model.vision_tower = transformers.SiglipVisionModel(
+        transformers.SiglipVisionConfig(**TOWER, image_size=8, patch_size=4)
+    )
+    batch = {"input_ids": ids_with(3), "pixel_values": PIXELS[:1], "vision_feature_select_strategy": "default"}
+    assert model(**batch).logits.isfinite().all()
+    assert PlaceholderTrial(model).problem(batch, 3) is None
+
+
+def test_sizes_of_images_add_up_to_the_placeholders():
+    trial = PlaceholderTrial(llava_next())
+    pixels, sizes = PIXELS[:1].expand(3, 5, 3, 8, 8), torch.tensor([[16, 16], [8, 16], [16, 16]])
+    batch = {"input_ids": torch.full((2, 31), IMAGE), "pixel_values": pixels, "image_sizes": sizes}
+    assert trial.problem(batch, 62) is None
+    assert trial.sizes(batch, ["pixel_values", "image_sizes"]) == [24, 14, 24]
 
 
 def test_forward_that_was_tried_is_not_tried_again(monkeypatch):

@@ -32,7 +32,6 @@ from .causal import (
     pretrained_of,
     unlike_causal,
 )
-from .images import split_images
 from .make import check_floating, make_on_meta
 from .merge import merged_tensors
 from .sample import Ends, Prompts, joined_rows, read_request, write_on
@@ -70,7 +69,6 @@ __all__ = [
     "pretrained_of",
     "reaches_other_tokens",
     "read_request",
-    "split_images",
     "unlike_causal",
     "weigh_auxiliary_losses_",
     "write_config",

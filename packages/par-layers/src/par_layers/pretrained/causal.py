@@ -17,7 +17,7 @@ from par_groups import attributes
 
 from ..context.existing.documents import FOUND, check_packed_batch, packed_documents
 from ..models.parallel import Parallelization, parallelization_of
-from .images import check_images, image_positions
+from .images import check_images, image_positions, split_images
 from .placeholder_trial import PlaceholderTrial
 
 IGNORE_INDEX = -100
@@ -203,6 +203,21 @@ class CausalModel:
         if TOKENS in batch:
             keywords[TOKENS] = batch[TOKENS]
         return (batch["input_ids"],), keywords, labels
+
+    def split_images(self, batch: Mapping[str, Any], parts: int) -> dict[str, list[Any]]:
+        """Split the images of a batch that `fed` accepts among microbatches: each gets the images of its rows.
+
+        Args:
+            batch: A batch of a collator.
+            parts: Number of microbatches. Their rows are those of `torch.tensor_split`.
+
+        Returns:
+            Entries of the microbatches by key; None for a microbatch without images.
+
+        Raises:
+            ValueError: The numbers of placeholders do not show which row an image belongs to.
+        """
+        return split_images(self.config, self._takes, batch, parts, self._placeholder_trial)
 
     def without_gathering(self) -> AbstractContextManager[None]:
         """A context in which a model that is sharded over tensor ranks returns sharded logits, which `loss` takes."""

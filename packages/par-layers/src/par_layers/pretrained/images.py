@@ -19,6 +19,9 @@ _INPUTS = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_
 _INSTEAD = ("inputs_embeds", "mm_encoder_outputs", "image_embeds", "image_hidden_states")
 """Keys of what a caller may pass in place of pixels."""
 
+_OF_TEXT = ("attention_mask", "position_ids", "input_ids", *TYPES)
+"""Keys that have rows or sections of tokens, whatever the shape of a tensor is."""
+
 _RULE = "each placeholder stands for a part of an image or video; pass all keys that the processor returned"
 
 
@@ -65,8 +68,7 @@ def check_images(config: Any, takes: Collection[str], batch: Mapping[str, Any], 
         if not len(pixels):
             problem: str | None = "none"
         elif grid is None:
-            names = [name for name in takes if name != "labels" and isinstance(batch.get(name), Tensor)]
-            problem = trial.problem({name: batch[name] for name in ("input_ids", *names)}, found["image"])
+            problem = trial.problem(_keywords(takes, batch), found["image"])
         else:
             sizes = _sizes_of(config, found["image"], pixels, grid)
             problem = None if sum(sizes) == found["image"] else f"they need {sizes}"
@@ -78,13 +80,17 @@ def check_images(config: Any, takes: Collection[str], batch: Mapping[str, Any], 
             )
 
 
-def split_images(config: Any, batch: Mapping[str, Any], parts: int) -> dict[str, list[Any]]:
-    """Split the pixels and grids of a batch among microbatches: each gets the images of its rows.
+def split_images(
+    config: Any, takes: Collection[str], batch: Mapping[str, Any], parts: int, trial: PlaceholderTrial
+) -> dict[str, list[Any]]:
+    """Split the pixels of a batch, and what describes them, among microbatches: each gets the images of its rows.
 
     Args:
         config: Configuration of the model.
+        takes: Names of the arguments of the model's forward.
         batch: A batch that `check_images` accepts.
         parts: Number of microbatches. Their rows are those of `torch.tensor_split`.
+        trial: Trial of the model, for images without a grid.
 
     Returns:
         Entries of the microbatches by key; None for a microbatch without images. Without images it is empty.
@@ -93,22 +99,34 @@ def split_images(config: Any, batch: Mapping[str, Any], parts: int) -> dict[str,
         ValueError: The numbers of placeholders do not show which row an image belongs to.
     """
     split: dict[str, list[Any]] = {}
+    ids = batch["input_ids"]
+    keywords = _keywords(takes, batch)
+    given = {name: x for name, x in keywords.items() if isinstance(x, Tensor) and x.dim() and name not in _OF_TEXT}
+    # Everything belongs to the only microbatch, whatever the number of images is.
+    if parts == 1:
+        return {name: [x] for name, x in given.items() if x.shape[:2] != ids.shape}
     for kind, (key, grid_key) in _INPUTS.items():
         pixels, grid = batch.get(key), batch.get(grid_key)
         if pixels is None:
             continue
-        # All images belong to the only microbatch, whatever their number is.
-        if parts == 1:
-            split |= {name: [batch[name]] for name in (key, grid_key) if batch.get(name) is not None}
-            continue
-        of_rows = (batch["input_ids"] == _placeholder(config, kind)).sum(1)
+        of_rows = (ids == _placeholder(config, kind)).sum(1)
         # One read from the device for all microbatches.
         tokens: list[int] = torch.stack([rows.sum() for rows in of_rows.tensor_split(parts)]).tolist()
-        sizes = _sizes_of(config, sum(tokens), pixels, grid)
+        count = len(pixels) if grid is None else len(grid)
+        names = [
+            name
+            for name, x in given.items()
+            if name != key and len(x) == count and x.shape[:2] != ids.shape and ("video" in name) == (kind == "video")
+        ]
+        # Images that have only pixels are of one size, unless pixels has rows of several images.
+        differ = kind == "image" and grid is None and (bool(names) or pixels.dim() > 4)
+        sizes = trial.sizes(keywords, [key, *names]) if differ else None
+        if sizes is None:
+            sizes = _sizes_of(config, sum(tokens), pixels, grid)
         # Images are in the order of their placeholders, so the ends of both must meet where a microbatch ends.
         ends = {0: 0, **{end: number for number, end in enumerate(accumulate(sizes), 1)}}
         images = [ends.get(until, -1) for until in (0, *accumulate(tokens))]
-        if -1 in images or images[-1] != len(sizes):
+        if -1 in images or sum(sizes) != sum(tokens):
             raise ValueError(
                 f"the rows of {parts} microbatches have {tokens} {kind} placeholders, and images of {sizes} do not fit "
                 "into them in this order; pass pipeline=dict(split=...) with a function that splits such a batch, or "
@@ -118,9 +136,20 @@ def split_images(config: Any, batch: Mapping[str, Any], parts: int) -> dict[str,
         patches = [1] * len(sizes) if grid is None else grid.prod(-1).tolist()
         starts = [0, *accumulate(patches)]
         split[key] = [pixels[starts[a] : starts[b]] if b > a else None for a, b in pairwise(images)]
-        if grid is not None:
-            split[grid_key] = [grid[a:b] if b > a else None for a, b in pairwise(images)]
+        split |= {name: [given[name][a:b] if b > a else None for a, b in pairwise(images)] for name in names}
+    for name, x in given.items() if split else ():
+        if name not in split and len(x) != len(ids):
+            raise ValueError(
+                f"{name} is {list(x.shape)}: it has an entry neither for each image nor for each of {len(ids)} rows, "
+                f"so {parts} microbatches cannot share it; pass pipeline=dict(split=...) with a function that splits "
+                "such a batch, or microbatches=1"
+            )
     return split
+
+
+def _keywords(takes: Collection[str], batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the token ids of a batch, and what else the forward of the model takes."""
+    return {name: batch[name] for name in ("input_ids", *takes) if batch.get(name) is not None}
 
 
 def _placeholder(config: Any, kind: str) -> Any:

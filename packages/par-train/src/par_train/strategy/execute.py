@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from par_data import read_once
 from par_groups import ProcessGroups, agree, data_axes, number_on_device, replica_axes, splits_sequence
 from par_layers import LossFactor
-from par_layers.pretrained import CausalModel, pretrained_of, split_images, unlike_causal
+from par_layers.pretrained import CausalModel, pretrained_of, unlike_causal
 from par_pipeline import (
     Batch,
     LossWeight,
@@ -164,7 +164,7 @@ class Execution:
             inputs, keywords, labels = self._causal.fed(batch, places=is_staged)
             if self._splits_by_rows:
                 # Images have no rows: each microbatch gets those whose placeholders are in its rows.
-                split = split_images(self._causal.config, batch, microbatches)
+                split = self._causal.split_images(batch, microbatches)
                 images = {name: Microbatches(parts) for name, parts in split.items()}
                 others = {name: value for name, value in keywords.items() if name not in images}
                 keywords = {**split_keywords(others, len(labels), microbatches), **images}
