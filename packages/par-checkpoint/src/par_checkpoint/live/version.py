@@ -127,7 +127,7 @@ class Update:
         at: Rendezvous of the processes.
         rank: Number of this process: the trainer's ranks come first.
         size: Number of all processes.
-        budget: Bytes of the buffers for messages.
+        budget: Bytes of the buffers for messages; the least of all processes counts.
         timeout: Seconds to wait for a process that does not answer.
     """
 
@@ -210,11 +210,13 @@ class Update:
 
         mine, sums = ranks.tell(look, Holdings.COUNT)
         tensors, outline = mine.united(sums, ranks, lambda _, make: make(), ["model"])
-        options = MoveOptions(budget=self.budget, release=False, verify=True)
+        # Each process of a generator tells its own base: an attempt that was aborted may have reached some of them.
+        reports = ranks.distinct((None if target is None else target.version, self.budget))
+        # Both ends cut tensors into messages by the budget, and those of trainer and generator may differ.
+        options = MoveOptions(budget=min(budget for _, (_, budget) in reports), release=False, verify=True)
         memory = MemorySource(ranks, mine.content, tensors, outline, filled, options)
         begun.append(memory)
-        # Each process of a generator tells its own base: an attempt that was aborted may have reached some of them.
-        for takers, version in ranks.distinct(None if target is None else target.version):
+        for takers, (version, _) in reports:
             if version is None:
                 continue
             memory.based |= set(takers)
