@@ -111,6 +111,23 @@ def test_receiver_serves_each_published_version_complete():
             dist.barrier()
 
 
+@pytest.mark.ranks(2, timeout=60)
+def test_publisher_of_ranks_that_disagree_raises_on_all():
+    rank = dist.get_rank()
+    hosted = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    address = [f"127.0.0.1:{hosted.port}" if hosted else None]
+    dist.broadcast_object_list(address)
+    at, state = Rendezvous(address[0]), State(model={"a": torch.ones(3)})
+    for given in ({"keep": rank}, {"dtype": (None, torch.float16)[rank]}, {"at": Rendezvous(address[0], f"{rank}")}):
+        with pytest.raises(ValueError, match=r"is .* on rank 0, and .* on rank 1; give the same on all ranks"):
+            Publisher(**{"at": at, "state": state, **given})
+    with Publisher(at, state) as publisher:
+        with pytest.raises(ValueError, match="version is 1 on rank 0, and 2 on rank 1"):
+            publisher.publish(1 + rank)
+        publisher.publish(1)
+        dist.barrier()
+
+
 @pytest.mark.ranks(3, timeout=60)
 def test_publisher_closed_on_one_rank_delays_no_other_process():
     """The ranks of a trainer end at different moments. Without the note of the first one, the others wait 100 s."""
@@ -281,6 +298,18 @@ def test_publish_in_several_threads_offers_one_version_after_the_other(rendezvou
         assert not failed
         with Receiver(at, State(model=model), timeout=20) as receiver:
             assert polled(receiver).version == 60
+
+
+@pytest.mark.parametrize("budgets", [("64KB", "256MB"), ("256MB", "64KB")])
+def test_update_between_different_budgets_moves_all(rendezvous, budgets):
+    """Each end cut the tensor into messages of its own size, and gloo ends a process for which one is too long."""
+    given, served = torch.arange(100_000.0), torch.zeros(100_000)
+    publisher = Publisher(rendezvous[0], State(model={"a": given}), dtype=None, budget=budgets[0], timeout=20)
+    receiver = Receiver(rendezvous[0], State(model={"a": served}), budget=budgets[1], timeout=20)
+    with publisher, receiver:
+        publisher.publish(1)
+        polled(receiver).apply()
+    assert torch.equal(served, given)
 
 
 def test_publisher_of_two_at_one_rendezvous_raises_on_the_older(rendezvous):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from par_groups import parse_size
 
+from .._agreement import SameOptions
 from .._errors import CheckpointError
 from .._policies import check_timeout
 from ..state.collect import collect
@@ -91,7 +92,7 @@ class Publisher:
         self._session = session_of(group)
         with self._session.calling("Publisher()", timeout) as session:
 
-            def look() -> None:
+            def look() -> tuple[SameOptions, list[int]]:
                 check_timeout(timeout)
                 check_exchange(at, state)
                 self._state = model_of(state)
@@ -104,13 +105,16 @@ class Publisher:
                     raise ValueError(f"keep={keep!r}: not a number of versions; pass 0 or more")
                 self._budget = parse_size(budget, name="budget", least=1)
                 self._store = at.open()
+                same = SameOptions({"name": at.name, "dtype": str(dtype), "keep": keep})
+                return same, same.words()
 
             def register() -> int:
                 number: int = self._store.add("publishers", 1)  # this publisher takes over from all before it
                 self._store.set(f"{number}/ranks", str(session.ranks.size))
                 return number
 
-            session.ranks.agree(look)
+            same, sums = session.ranks.tell(look, 8)
+            same.check(sums, session.ranks)
             self._place = session.ranks.rank, session.ranks.size
             self._number: int = session.ranks.on_first(register)
         self._newest: tuple[int, WeightCopy] | None = None
@@ -135,7 +139,7 @@ class Publisher:
 
         Raises:
             TypeError: `version` is not an integer; on every rank.
-            ValueError: `version` is not larger than the last one; on every rank.
+            ValueError: `version` is not larger than the last one, or differs between ranks; on every rank.
             CheckpointError: The publisher is closed, the store is lost, or another publisher has taken over; on every
                 rank.
         """
@@ -146,7 +150,7 @@ class Publisher:
                 if self._newest is not None and version <= self._newest[0]:
                     raise ValueError(f"version={version}: {self._newest[0]} is published; pass a larger number")
 
-            def copy() -> WeightCopy:
+            def copy() -> tuple[tuple[WeightCopy, SameOptions], list[int]]:
                 if self._error is not None:
                     raise CheckpointError(f"generators cannot be reached any longer: {self._error}") from self._error
                 if self._closing.is_set():
@@ -162,7 +166,8 @@ class Publisher:
                 found = WeightCopy.like(content, self._dtype)
                 found.copy_from_(content.entries)
                 found.version = self._number, version
-                return found
+                same = SameOptions({"version": version})
+                return (found, same), same.words()
 
             def offer() -> None:
                 # Only an answer shows that the store is alive: it may accept a value after its host has died.
@@ -180,7 +185,9 @@ class Publisher:
                         f"another publisher has taken over {self._at.name!r} at {self._at.address}; close this one"
                     )
 
-            held = session.ranks.agree(copy)
+            (held, same), sums = session.ranks.tell(copy, 8)
+            # Ranks with other numbers are at other steps, and the first rank's number would name a mixture of both.
+            same.check(sums, session.ranks)
             with self._changed:
                 check_version()  # the calls of threads overlap if the trainer has one process
                 # A version that no generator has taken can be no base of a later update.
