@@ -20,7 +20,7 @@ from par_data import ShardedDataLoader
 from par_train import Survivors, TrainState
 from par_train.run.survive.options import lanes_of, mean_of
 from par_train.run.survive.reports import RankReport, RingPlace, is_whole
-from par_train.run.survive.step import SurvivedStep
+from par_train.run.survive.step import SurvivedStep, loss_and_items
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="losing a rank needs Linux")
 
@@ -52,6 +52,28 @@ def test_step_that_raised_an_error_is_not_run_again():
         step.run(lambda _, batch: batch)
     assert survivors.rows == 1
     assert SurvivedStep(survivors.run, 4).run(lambda _, batch: batch) == 4
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        (None, TypeError, "returned a NoneType: it is no loss"),
+        (1.5, TypeError, "returned a float: it is no loss"),
+        ((torch.ones(()), "3"), TypeError, "returned a tuple: it is no loss"),
+        (torch.ones(2, requires_grad=True), ValueError, r"loss of shape \(2,\) of 4 items"),
+        (torch.ones(()), ValueError, "requires_grad=False"),
+        ((torch.ones((), requires_grad=True), -1), ValueError, "of -1 items"),
+    ],
+)
+def test_loss_that_a_step_cannot_use_raises(given, error, text):
+    with pytest.raises(error, match=text):
+        loss_and_items(given, 4)
+
+
+def test_loss_and_items_is_a_sum_and_a_number():
+    mean = torch.ones((), requires_grad=True)
+    assert loss_and_items(mean, 4) == (4, 4)
+    assert loss_and_items((mean, 3), 4) == (1, 3)
 
 
 def job_module():

@@ -47,3 +47,29 @@ class SurvivedStep:
         loss = self._run(self.number, loss_of)
         self._has_begun = False
         return loss
+
+
+def loss_and_items(given: Any, rows: int) -> tuple[Tensor, float]:
+    """Return the sum of losses and the number of items from the result of `loss_of`.
+
+    Args:
+        given: The result.
+        rows: The rows of the batch, of which a loss alone is the mean.
+
+    Raises:
+        TypeError: It is neither a loss nor a sum and a number.
+        ValueError: The loss has several elements or no gradient, or the number is negative.
+    """
+    loss, items = given if isinstance(given, tuple) and len(given) == 2 else (given, rows)
+    if not isinstance(loss, Tensor) or not isinstance(items, Tensor | float | int):
+        raise TypeError(
+            f"loss_of() returned a {type(given).__name__}: it is no loss; return the mean loss of the rows as a "
+            "tensor, or a tuple of the sum of the losses and the number of items"
+        )
+    if loss.numel() != 1 or not loss.requires_grad or not float(items) >= 0:
+        raise ValueError(
+            f"loss_of() returned a loss of shape {tuple(loss.shape)} of {float(items):g} items, "
+            f"requires_grad={loss.requires_grad}: a step needs one element with a gradient and 0 or more items; "
+            "return .mean(), or .sum() and the number of items"
+        )
+    return loss if isinstance(given, tuple) else loss * rows, float(items)

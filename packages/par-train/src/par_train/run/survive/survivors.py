@@ -29,7 +29,7 @@ from ...strategy.options import StrategyOptions
 from ...strategy.strategy import Strategy
 from .options import check_options, lanes_of, mean_of, mixed_of, nccl_error
 from .reports import RankReport, RingPlace, before_move, is_whole
-from .step import Loss, SurvivedStep
+from .step import Loss, SurvivedStep, loss_and_items
 
 _NOTHING = -2
 """`passed` before the run has begun anywhere, so that a run whose state is lost is none that begins."""
@@ -234,8 +234,8 @@ class Survivors:
             total = count = 0.0
             for lane in [batch] if lanes is None else lanes_of(batch, lanes.data // len(self.ranks)):
                 given = loss_of(state.model, lane)
-                loss, items = given if isinstance(given, tuple) else (given * rows_of(lane), float(rows_of(lane)))
-                total, count = total + float(loss.detach()), count + float(items)
+                loss, items = loss_and_items(given, rows_of(lane))
+                total, count = total + float(loss.detach()), count + items
                 self._at("backward")
                 if lanes is None:  # the optimizer makes the mean over all samples of all ranks from means and weights
                     strategy.backward(loss / items, optimizer, weight=items)
