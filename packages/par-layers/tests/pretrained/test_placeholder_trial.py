@@ -173,6 +173,47 @@ def test_tower_that_the_configuration_does_not_name_is_not_tried():
     assert PlaceholderTrial(model).problem(batch, 3) is None
 
 
+def pool_method(model):
+    features = model.model.get_image_features
+
+    def pooled(*args, **keywords):
+        outputs = features(*args, **keywords)
+        outputs.pooler_output = [each[:2] for each in outputs.pooler_output]
+        return outputs
+
+    model.model.get_image_features = pooled
+
+
+def pool_forward(model):
+    projector = model.model.multi_modal_projector
+    forward = projector.forward
+    projector.forward = lambda features: forward(features)[:, :2]
+
+
+def pool_hook(model):
+    model.model.multi_modal_projector.register_forward_hook(lambda module, args, output: output[:, :2])
+
+
+@pytest.mark.parametrize("change", [pool_method, pool_forward, pool_hook])
+def test_code_of_the_caller_in_the_tower_is_not_tried(change):
+    model = llava()
+    change(model)
+    batch = {"input_ids": ids_with(2), "pixel_values": PIXELS[:1]}
+    assert model(**batch).logits.isfinite().all()
+    assert PlaceholderTrial(model).problem(batch, 2) is None
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # in PEFT
+def test_compiled_tower_and_adapter_are_tried():
+    peft = pytest.importorskip("peft")
+    model = llava()
+    model.model.vision_tower = torch.compile(model.model.vision_tower, backend="eager")
+    peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=r".*language_model.*q_proj"))
+    trial = PlaceholderTrial(model)
+    assert trial.problem({"input_ids": ids_with(4), "pixel_values": PIXELS[:1]}, 4) is None
+    assert "do not match" in trial.problem({"input_ids": ids_with(3), "pixel_values": PIXELS[:1]}, 3)
+
+
 def test_sizes_of_images_add_up_to_the_placeholders():
     trial = PlaceholderTrial(llava_next())
     pixels, sizes = PIXELS[:1].expand(3, 5, 3, 8, 8), torch.tensor([[16, 16], [8, 16], [16, 16]])

@@ -148,20 +148,38 @@ def _is_pixels(x: Any) -> bool:
     return isinstance(x, Tensor) and not x.is_meta and (x.is_floating_point() or x.device.type != "cpu")
 
 
+def _code_of_caller(module: nn.Module) -> str | None:
+    """Return what a caller has put on a module that may change the number of its features; None without anything."""
+    replaced = {"forward", "get_image_features", *_COMPARISONS} & vars(module).keys()
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    for code in (*(vars(module)[name] for name in replaced), *hooks):
+        inner = getattr(code, "func", code)  # of a partial
+        source = str(getattr(inner, "__module__", type(inner).__module__))
+        # The code of these packages changes no shapes.
+        if not source.startswith(("par_", "torch.", "transformers.", "peft.", "accelerate.")):
+            return f"a hook or method of {source!r}"
+    return None
+
+
 def _copy_until_compared(model: Any) -> nn.Module:
     """Return a model of the same configuration on the meta device, whose forward ends after its comparison.
 
     Raises:
-        TypeError: A model within the model, such as its tower, is not of the kind that the configuration names.
+        TypeError: A model within the model, such as its tower, is not of the kind that the configuration names, or
+            has code of the caller.
     """
     with torch.device("meta"):
         config = copy.deepcopy(model.config)
         copied = type(model)._from_config(config, attn_implementation="eager", dtype=torch.float32)
     kinds = {name: type(each) for name, each in copied.named_modules()}
+    of_text = {*model.get_decoder().modules()}
     for name, each in model.named_modules():
         kind = kinds.get(name.replace("._orig_mod", ""))
-        if hasattr(each, "get_input_embeddings") and kind is not type(each):
+        is_whole = hasattr(each, "get_input_embeddings") and not hasattr(each, "_orig_mod")
+        if is_whole and kind is not type(each):
             raise TypeError(f"{name!r} is a {type(each).__name__}, and the configuration names a {kind}")
+        if each not in of_text and (code := _code_of_caller(each)):
+            raise TypeError(f"{name!r} has {code}, which a copy of its configuration lacks")
     embedding = copied.get_input_embeddings()
     embedding.forward = lambda ids: torch.empty(
         *ids.shape, embedding.weight.shape[-1], device="meta", dtype=torch.float32
