@@ -495,11 +495,13 @@ def test_images_of_uneven_numbers_and_sizes_equal_one_device_in_microbatches(nam
             for (key, after), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
                 gradient = 0.0 if expected.grad is None else expected.grad
                 assert (before[key] - after - gradient).abs().max() < 1e-10, (microbatches, key)
-            # Too few placeholders on one rank raise on all ranks, which continue with the next batch.
-            bad = uneven(name)
-            bad["input_ids"][0, 2] = 1
-            with pytest.raises(ValueError, match="do not fit the images in pixel_values"):
-                strategy.execute_pipeline(iter([text if dist.get_rank() else bad]), model, None, optimizer)
+            # Mistakes on one rank raise on all ranks, which continue with the next batch.
+            few, more = uneven(name), uneven(name)
+            few["input_ids"][0, 2] = 1
+            more["pixel_values"] = more["pixel_values"].repeat_interleave(2, 0)
+            for bad in (few, more):
+                with pytest.raises(ValueError, match="do not fit the images in pixel_values"):
+                    strategy.execute_pipeline(iter([text if dist.get_rank() else bad]), model, None, optimizer)
             strategy.execute_pipeline(iter([mine]), model, None, optimizer)
 
 

@@ -65,8 +65,12 @@ def check_images(config: Any, takes: Collection[str], batch: Mapping[str, Any], 
             raise ValueError(f"the batch has {key!r}, and {missing[0]!r} is missing: {_RULE}")
     if given == ["image"] and "image" in found:
         pixels, grid = batch["pixel_values"], batch.get("image_grid_thw")
+        described = batch.get("image_sizes") if "image_sizes" in takes else None
         if not len(pixels):
             problem: str | None = "none"
+        elif grid is None and described is not None and len(described) < len(pixels):
+            # Models that read the sizes leave out the last images, without an error.
+            problem = f"image_sizes has {len(described)} entries"
         elif grid is None:
             problem = trial.problem(_keywords(takes, batch), found["image"])
         else:
