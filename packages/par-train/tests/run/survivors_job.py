@@ -4,7 +4,8 @@ The argument is JSON: "kills" has lists of number, step and phase; "steps" and "
 "back" has a step before which the run is saved, and one before which this checkpoint is loaded; "tiers" has folders to
 which each step saves in the background; "norm" makes the run one with BatchNorm and an average of weights; "width" is
 that of the layer in the middle; "blind" has lists of number and step, of ranks that do not see the end of `ready`;
-"leaves" is a number and a step at which this rank ends with exit code 0.
+"masked" is the number of a rank whose rows have no item; "leaves" is a number and a step at
+which this rank ends with exit code 0.
 """
 
 import json
@@ -61,6 +62,11 @@ def build(strategy):
 
 def loss_of(model, batch):
     return F.mse_loss(model(batch[0]), batch[1])
+
+
+def masked_loss_of(model, batch):
+    """A loss of no item, as of rows whose tokens are all masked."""
+    return 0 * loss_of(model, batch), 0
 
 
 class Mortal(Survivors):
@@ -146,7 +152,7 @@ def main():
             if "tiers" in given:
                 saves[step.number] = survivors.save(given["tiers"])
             survivors.tries = 0
-            loss = step.run(loss_of)
+            loss = step.run(masked_loss_of if survivors.number == given.get("masked") else loss_of)
             if survivors.state is not None and Mortal.norm:  # a spare would have only the steps since it joined
                 averaged(average, survivors.state.model)
             ranks = survivors.ranks

@@ -83,12 +83,13 @@ def job_module():
     return job
 
 
-def expected(steps=STEPS, back=(None, None), **kind):
+def expected(steps=STEPS, back=(None, None), rows=None, **kind):
     """The weights, with their average, and the losses of one process that is never disturbed.
 
     Args:
         steps: Number of steps.
         back: A step before which the state is kept, and one before which it is restored.
+        rows: Number of rows of each batch that count; None: all.
         kind: What the job's function for its objects takes.
     """
     job = job_module()
@@ -100,7 +101,7 @@ def expected(steps=STEPS, back=(None, None), **kind):
         if step == back[1]:
             model.load_state_dict(kept[0])
             optimizer.load_state_dict(kept[1])
-        loss = job.loss_of(model, next(iter(loader)))
+        loss = job.loss_of(model, [part[:rows] for part in next(iter(loader))])
         loss.backward()
         optimizer.step()
         scheduler.step()
@@ -165,6 +166,12 @@ def test_survivors_share_the_batch_after_a_loss(tmp_path):
     told = end(tmp_path, job)
     sizes = {each["step"]: len(each["ranks"]) for each in told}
     assert [sizes[step] for step in (0, 1, 3, 9)] == [3, 3, 2, 2]
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_survivors_train_on_while_a_rank_has_no_items(tmp_path, zero):
+    """A mean of no item is NaN, and a step with NaN on any rank would change nothing on all of them."""
+    end(tmp_path, start(tmp_path, "--ranks=2", masked=1, zero=zero), rows=6)
 
 
 def test_survivors_raise_if_a_rank_leaves_the_run_early(tmp_path):

@@ -237,8 +237,10 @@ class Survivors:
                 loss, items = loss_and_items(given, rows_of(lane))
                 total, count = total + float(loss.detach()), count + items
                 self._at("backward")
-                if lanes is None:  # the optimizer makes the mean over all samples of all ranks from means and weights
-                    strategy.backward(loss / items, optimizer, weight=items)
+                if lanes is None:
+                    # The optimizer makes the mean over all items of all ranks from means and weights. A rank without
+                    # items, such as one whose tokens are all masked, must add a zero and not 0 / 0.
+                    strategy.backward(loss / (items or 1.0), optimizer, weight=items)
                 else:  # lanes have equal numbers of rows, and a product would change the bits of the mean
                     strategy.backward(mean_of(given), optimizer)
             told = [self._members.spares, total, count, 0, self._is_stale]
