@@ -1,4 +1,4 @@
-"""Tensors that share memory, found to the byte: columns of one matrix that lie between each other share none."""
+"""Memory of tensors, compared to the byte. Interleaved columns of one matrix share none."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -78,7 +78,7 @@ def region_of_storage(name: str, local: torch.Tensor) -> MemoryRegion:
 
 
 def check_separate(regions: Iterable[MemoryRegion]) -> None:
-    """Raise ValueError if a target shares memory with a source or with another target, or its elements share it."""
+    """Raise ValueError if a target shares memory with a source, with another target or with itself."""
     open_: list[MemoryRegion] = []  # regions that end behind the current one's first byte
     for region in sorted(regions, key=lambda region: region.begin):
         if not region.is_source and region.overlaps_itself:

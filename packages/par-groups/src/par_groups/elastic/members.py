@@ -99,7 +99,7 @@ class Members:
 
     @property
     def is_spare(self) -> bool:
-        """Whether the other ranks have formed an epoch without this one, or it was started as a spare."""
+        """Whether this rank waits outside of the current epoch."""
         return self._is_spare
 
     def form(self, timeout: timedelta | float | None = None) -> Environment | None:
