@@ -177,6 +177,7 @@ def test_survivors_train_on_while_a_rank_has_no_items(tmp_path, zero):
 def test_survivors_raise_if_a_rank_leaves_the_run_early(tmp_path):
     job = start(tmp_path, "--ranks=3", leaves=[1, 2])
     errors = job.communicate(timeout=200)[1]
+    assert job.returncode == 1
     assert errors.count("step 2: another rank has ended with exit code 0, which ends the run for all ranks") == 2
     assert max(each["step"] for each in lines_of(tmp_path)) == 1
 

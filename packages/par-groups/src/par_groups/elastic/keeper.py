@@ -240,13 +240,14 @@ class Keeper:
             # The keeper of the first host stays until all others have ended, because they need its store and roster.
             may_end = self._is_last and verdict.over if self._place.rank == 0 else True
             if may_end and all(each.state != "running" for each in self._ranks.values()):
-                codes = [each.process.returncode for each in self._ranks.values()]
-                # If the ranks that went on have ended well, a rank that was lost on the way fails nothing. A spare that
-                # was never needed ends well in any case.
-                is_well = not verdict.failed and (0 in codes or verdict.over)
+                codes = {number: each.process.returncode for number, each in self._ranks.items()}
+                # If the ranks that went on have ended well, a rank that was lost on the way fails nothing: it was no
+                # member of the last epoch. A spare that was never needed ends well in any case.
+                raised = [number for number, code in codes.items() if code > 0 and number in verdict.members]
+                is_well = not verdict.failed and not raised and (0 in codes.values() or verdict.over)
                 if verdict.failed:
                     _log.error("no rank with the state is left; start the job again from its checkpoint")
-                return 0 if is_well else next((code for code in codes if code > 0), 1)
+                return 0 if is_well else next((code for code in codes.values() if code > 0), 1)
 
     def _look_at(self, number: int, rank: _Rank, verdict: Verdict) -> State:
         """Read what a rank has reported, tell it what it must know, fence it if it hangs, and return its state."""

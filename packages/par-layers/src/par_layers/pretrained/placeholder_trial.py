@@ -1,8 +1,8 @@
 """Trial of a model's own comparison of images with their placeholders, without computing the images.
 
-How many placeholders an image needs, each family computes anew: from patches, of which some are merged or left out, and
-tokens that end a row. So a copy of the model on the meta device runs up to the comparison that its forward makes. Token
-ids stay on the CPU, where they can be counted.
+Each family computes in its own way how many placeholders an image needs: it merges patches, leaves out a class token, or
+ends each row with a token. So a copy of the model on the meta device runs up to the comparison in its forward. Token ids
+stay on the CPU, where they can be counted.
 """
 
 import copy
