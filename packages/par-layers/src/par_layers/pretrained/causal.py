@@ -220,7 +220,7 @@ class CausalModel:
         return split_images(self.config, self._takes, batch, parts, self._placeholder_trial)
 
     def without_gathering(self) -> AbstractContextManager[None]:
-        """A context in which a model that is sharded over tensor ranks returns sharded logits, which `loss` takes."""
+        """A context in which a model over tensor ranks returns sharded logits, as `loss` takes them."""
         return nullcontext() if self._known is None else self._known.sharded_logits()
 
     def loss(self, outputs: Any, labels: Tensor) -> tuple[Tensor, Tensor]:

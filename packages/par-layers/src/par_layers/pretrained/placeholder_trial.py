@@ -1,8 +1,8 @@
 """Trial of a model's own comparison of images with their placeholders, without computing the images.
 
-Each family computes in its own way how many placeholders an image needs: it merges patches, leaves out a class token, or
-ends each row with a token. So a copy of the model on the meta device runs up to the comparison in its forward. Token ids
-stay on the CPU, where they can be counted.
+Each family computes in its own way how many placeholders an image needs: it merges patches, leaves out a class token,
+or ends each row with a token. So a copy of the model on the meta device runs up to the comparison in its forward. Token
+ids stay on the CPU, where they can be counted.
 """
 
 import copy
