@@ -13,8 +13,9 @@ MOST = {
     # Of these: turns of threads, the roll of ranks, what is no tensor, quantised weights, the rotation over ranks.
     # Who holds which box is told in par-groups, so that others can move state by it too. The state checks its types.
     "save": (12, 50),
-    # One declares the attributes that packages set on tensors, one removes the names of wrappers, one is for moves too.
-    "load": (11, 52),
+    # One declares the attributes that packages set on tensors, one removes the names of wrappers, one is for moves too,
+    # and one finds elements of a target that share memory, which is for moves too.
+    "load": (12, 53),
     # Six of them reduce: the reducer, a pass, its order, its gradients and their use; one records the program, and one
     # has what happens around a step of an optimizer. Another one records the calls that all ranks must make.
     "zero-step": (25, 25),
