@@ -35,13 +35,14 @@ TEXT = {
 TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
-def llava():
-    return transformers.LlavaForConditionalGeneration(
-        transformers.LlavaConfig(
+def llava(name="Llava", **own):
+    return getattr(transformers, f"{name}ForConditionalGeneration")(
+        getattr(transformers, f"{name}Config")(
             vision_config=transformers.CLIPVisionConfig(**TOWER, image_size=8, patch_size=4),
             text_config=transformers.LlamaConfig(**TEXT),
             image_token_id=IMAGE,
             vision_feature_layer=-1,
+            **own,
         )
     )
 
@@ -435,15 +436,7 @@ def test_images_that_do_not_fit_on_one_rank_raise_on_all_ranks(way):
 
 
 def llava_next():
-    return transformers.LlavaNextForConditionalGeneration(
-        transformers.LlavaNextConfig(
-            vision_config=transformers.CLIPVisionConfig(**TOWER, image_size=8, patch_size=4),
-            text_config=transformers.LlamaConfig(**TEXT),
-            image_token_id=IMAGE,
-            vision_feature_layer=-1,
-            image_grid_pinpoints=[[8, 16], [16, 8], [16, 16]],
-        )
-    )
+    return llava("LlavaNext", image_grid_pinpoints=[[8, 16], [16, 8], [16, 16]])
 
 
 def smol_vlm():
@@ -472,10 +465,13 @@ def uneven(name):
     return {"input_ids": ids, "labels": ids.masked_fill(ids == IMAGE, -100), **given}
 
 
-@for_each(name={"LLaVA-NeXT": llava_next, "SmolVLM": smol_vlm})
+UNEVEN = {"LLaVA-NeXT": llava_next, "SmolVLM": smol_vlm}
+
+
+@for_each(name=UNEVEN)
 @pytest.mark.ranks(2, timeout=120)
 def test_images_of_uneven_numbers_and_sizes_equal_one_device_in_microbatches(name):
-    make = {"LLaVA-NeXT": llava_next, "SmolVLM": smol_vlm}[name]
+    make = UNEVEN[name]
     torch.manual_seed(0)
     reference = make().double()
     text = {key: uneven(name)[key].clamp(max=WORDS) for key in ("input_ids", "labels")}

@@ -284,9 +284,8 @@ def test_publish_in_several_threads_offers_one_version_after_the_other(rendezvou
                 with lock:
                     version = next(versions)
                 try:
-                    publisher.publish(version)
-                except ValueError:
-                    pass  # another thread has published a later version
+                    with contextlib.suppress(ValueError):  # another thread has published a later version
+                        publisher.publish(version)
                 except Exception as error:
                     failed.append(error)
 
